@@ -1,0 +1,1 @@
+"""Honest numbers: ``python -m bench stage|sweep`` (RESULTS.md holds what they printed)."""

@@ -1,0 +1,41 @@
+"""``python -m bench COMMAND ...``: each command is a module with ``main(argv) -> exit code``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+
+from skippy_mesh.errors import SkippyError
+
+COMMANDS = {
+    "stage": "one stage's cost per step, without a server",
+    "sweep": "throughput, latency and memory against the number of clients",
+    "peers": "build the servers the mesh is measured against",
+}
+
+
+def main(argv: list[str]) -> int:
+    listing = "\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=f"Honest numbers.\n\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="see `python -m bench COMMAND -h`")
+    args = parser.parse_args(argv)
+    # A terminated bench must still end the servers it started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        # Imported when asked for: one command must not need what another one does.
+        code: int = importlib.import_module(f"bench.{args.command}").main(args.rest)
+    except SkippyError as problem:
+        print(f"bench: {problem}", file=sys.stderr)
+        return problem.exit_code
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Who runs where and who gets in: the only code that starts actors."""

@@ -1,0 +1,3 @@
+from skippy_mesh.cli import entry
+
+entry()

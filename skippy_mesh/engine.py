@@ -1,0 +1,206 @@
+"""The loop that turns requests into tokens. This is the single-lane engine: one request at a time.
+
+Read :meth:`Engine.generate` first: it is the whole life of a request. Prefill the prompt in chunks
+of at most one step's rows, sample, then feed back one token a step until a stop token or the
+limit. Others wait in arrival order behind :meth:`Engine.run`. It is the baseline every later engine
+is measured against.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Generator
+from typing import Protocol
+
+from skippy_mesh.errors import RequestError, SkippyError
+from skippy_mesh.messages import (
+    FinishReason,
+    Remove,
+    Request,
+    StepBatch,
+    StepResult,
+    TokenEvent,
+)
+
+logger = logging.getLogger(__name__)
+
+LANE = 0
+Sink = Callable[[TokenEvent], None]
+
+
+class Pipeline(Protocol):
+    """All stages of one mesh, seen from the engine."""
+
+    def forward(self, batch: StepBatch) -> StepResult:
+        """Run ``batch`` on every stage in order and return the sampled tokens."""
+        ...
+
+
+class Engine:
+    """Runs requests one at a time on ``pipeline``.
+
+    ``max_model_len`` bounds prompt plus output in tokens, ``max_rows`` one step's rows. Any thread
+    may :meth:`submit` and :meth:`abort`; exactly one may :meth:`run` or :meth:`generate`.
+    """
+
+    def __init__(self, pipeline: Pipeline, *, max_model_len: int, max_rows: int):
+        self._pipeline = pipeline
+        self.max_model_len = max_model_len
+        self._max_rows = max_rows
+        self._epoch = 0
+        self._step_id = 0
+        self._waiting: queue.SimpleQueue[tuple[Request, Sink] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._open: set[str] = set()
+        self._aborted: set[str] = set()
+        self._closing = False
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting.qsize()
+
+    def check(self, request: Request) -> None:
+        """:class:`RequestError` if ``request`` can never fit."""
+        num_tokens = len(request.token_ids)
+        if num_tokens + 1 > self.max_model_len:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens and the context holds {self.max_model_len}: "
+                f"at most {self.max_model_len - 1} leave room for an answer; "
+                f"shorten it or raise --ctx-size",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def generate(self, request: Request) -> Generator[TokenEvent, None, None]:
+        """Complete ``request``, one event per token; the last one has the finish reason.
+
+        Closing the iterator early ends the request and frees its cells.
+        """
+        self.check(request)
+        prompt = request.token_ids
+        max_tokens = min(request.max_tokens, self.max_model_len - len(prompt))
+        epoch = self._epoch
+        try:
+            for start in range(0, len(prompt), self._max_rows):
+                if self._is_aborted(request):
+                    yield TokenEvent(request_id=request.request_id, finish_reason="abort")
+                    return
+                chunk = prompt[start : start + self._max_rows]
+                sampled = self._step(request, chunk, start, len(prompt))
+            for num_output in range(1, max_tokens + 1):
+                assert sampled is not None, "the last row of a prompt samples"
+                reason = self._finish_reason(request, sampled, is_last=num_output == max_tokens)
+                yield TokenEvent(
+                    request_id=request.request_id, token_id=sampled, finish_reason=reason
+                )
+                if reason:
+                    return
+                position = len(prompt) + num_output - 1
+                sampled = self._step(request, (sampled,), position, position + 1)
+        finally:
+            if self._epoch == epoch:
+                self._free_lane()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue ``request``; ``sink`` gets its events on the engine's thread and must not block."""
+        self.check(request)
+        with self._lock:
+            if self._closing:
+                raise SkippyError("the engine is shutting down")
+            if request.request_id in self._open:
+                raise SkippyError(f"request id {request.request_id} is already open")
+            self._open.add(request.request_id)
+            self._waiting.put((request, sink))
+
+    def abort(self, request_id: str) -> bool:
+        """End a queued or running request at the next step; False if it is not open."""
+        with self._lock:
+            if request_id not in self._open:
+                return False
+            self._aborted.add(request_id)
+            return True
+
+    def run(self) -> None:
+        """Serve submitted requests until :meth:`close`; whatever a request meets ends only it."""
+        while (entry := self._waiting.get()) is not None:
+            request, sink = entry
+            try:
+                self._serve(request, sink)
+            except Exception:
+                logger.exception("the receiver of request %s failed", request.request_id)
+            finally:
+                with self._lock:
+                    self._open.discard(request.request_id)
+                    self._aborted.discard(request.request_id)
+
+    def _serve(self, request: Request, sink: Sink) -> None:
+        events = self.generate(request)
+        try:
+            with contextlib.closing(events):
+                for event in events:
+                    sink(event)
+        except Exception as error:
+            logger.exception("request %s failed", request.request_id)
+            message = str(error) if isinstance(error, SkippyError) else "internal engine error"
+            sink(TokenEvent(request_id=request.request_id, finish_reason="error", error=message))
+
+    def close(self) -> None:
+        """Abort everything open and let :meth:`run` return."""
+        with self._lock:
+            self._closing = True
+            self._aborted |= self._open
+            self._waiting.put(None)
+
+    def _finish_reason(self, request: Request, token: int, *, is_last: bool) -> FinishReason | None:
+        if token in request.stop_token_ids:
+            return "stop"
+        if is_last:
+            return "length"
+        return "abort" if self._is_aborted(request) else None
+
+    def _step(
+        self, request: Request, tokens: tuple[int, ...], start: int, num_known: int
+    ) -> int | None:
+        """Compute ``tokens`` at positions from ``start``; sample if they reach ``num_known``."""
+        end = start + len(tokens)
+        result = self._forward(
+            StepBatch(
+                epoch=self._epoch,
+                step_id=self._step_id,
+                lanes=(LANE,) * len(tokens),
+                positions=tuple(range(start, end)),
+                tokens=tokens,
+                samples=(False,) * (len(tokens) - 1) + (end == num_known,),
+                new_lanes={LANE: request.sampling} if start == 0 else {},
+            )
+        )
+        return result.tokens.get(LANE)
+
+    def _free_lane(self) -> None:
+        self._forward(
+            StepBatch(
+                epoch=self._epoch,
+                step_id=self._step_id,
+                operations=(Remove(LANE),),
+                forgotten_lanes=(LANE,),
+            )
+        )
+
+    def _forward(self, batch: StepBatch) -> StepResult:
+        try:
+            result = self._pipeline.forward(batch)
+        except Exception:
+            # Some stages may have applied the step and others not. A stage that sees a higher
+            # epoch empties its memory, so the next request starts clean on all of them.
+            self._epoch += 1
+            self._step_id = 0
+            raise
+        self._step_id += 1
+        return result
+
+    def _is_aborted(self, request: Request) -> bool:
+        with self._lock:
+            return request.request_id in self._aborted

@@ -1,0 +1,1 @@
+"""The HTTP side: the OpenAI API in front of an engine."""

@@ -1,0 +1,313 @@
+"""The HTTP server: the OpenAI API in front of an engine.
+
+The life of a request: read the body, check it, render and tokenise off the event loop, submit to
+the engine, answer. Nothing is sent before the first output or error, so every refusal is a real
+HTTP status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from skippy_mesh.engine import Engine
+from skippy_mesh.errors import RequestError, SkippyError
+from skippy_mesh.gateway.chat import ChatTemplate, Tokenizer, encode_prompt
+from skippy_mesh.gateway.errors import (
+    ApiError,
+    Edge,
+    to_api_error,
+    unavailable,
+    valid_request_id,
+)
+from skippy_mesh.gateway.schemas import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Reply,
+    StreamOptions,
+    parse_body,
+)
+from skippy_mesh.gateway.streaming import (
+    Choice,
+    EventStream,
+    Limits,
+    TokenStream,
+    all_deltas,
+    next_delta,
+    unless_gone,
+)
+from skippy_mesh.messages import Request as EngineRequest
+
+LOADING = "loading"
+_SEED_BITS = 53  # what a client in JavaScript can echo without rounding
+
+
+def create_app(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    *,
+    model_name: str,
+    health: Callable[[], str | None],
+    exact: bool = False,
+    exact_reason: str | None = None,
+    api_keys: Sequence[str] = (),
+    limits: Limits | None = None,
+) -> FastAPI:
+    """The application.
+
+    ``health`` answers at once: None when the mesh can serve, :data:`LOADING` while it starts, else
+    the reason it cannot, in words fit for a client. ``exact_reason`` says why ``exact`` is false.
+    """
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(Edge, api_keys=api_keys)
+    app.add_exception_handler(HTTPException, _answer_error)
+    gateway = Gateway(engine, tokenizer, model_name=model_name, health=health, limits=limits)
+    status: dict[str, object] = {"status": "ok", "exact": exact}
+    if exact_reason is not None:
+        status["exact_reason"] = exact_reason
+
+    async def answer_health() -> Response:
+        gateway.refuse_if_unhealthy()
+        return JSONResponse(status)
+
+    async def answer_live() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    for path in ("/health", "/v1/health"):
+        app.add_api_route(path, answer_health, methods=["GET"])
+    for path in ("/livez", "/ping"):
+        app.add_api_route(path, answer_live, methods=["GET"])
+    app.add_api_route("/v1/models", gateway.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
+    app.add_api_route("/v1/chat/completions", gateway.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/completions", gateway.completions, methods=["POST"])
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return to_api_error(error).response()
+
+
+class Gateway:
+    """The routes that need the engine, and the ids of the requests it is working on."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str,
+        health: Callable[[], str | None],
+        limits: Limits | None = None,
+    ):
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
+        self._model_name = model_name
+        self._health = health
+        self._limits = limits or Limits()
+        self._started_at = int(time.time())
+        self._open_ids: set[str] = set()
+
+    def refuse_if_unhealthy(self) -> None:
+        reason = self._health()
+        if reason == LOADING:
+            raise unavailable("loading", "Loading model")
+        if reason is not None:
+            raise unavailable("stage_unavailable", reason)
+
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        if name != self._model_name:
+            raise ApiError(
+                404,
+                "model_not_found",
+                f"no model of this name; this server serves {self._model_name!r}",
+                param="model",
+            )
+        return JSONResponse(self._card())
+
+    async def chat_completions(self, http: Request) -> Response:
+        self.refuse_if_unhealthy()
+        body = parse_body(ChatBody, await self._read(http))
+        variables = dict(body.chat_template_kwargs)
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
+        prompt = await asyncio.to_thread(
+            self._template.encode,
+            [message.model_dump(exclude_none=True) for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            add_special=body.add_special_tokens,
+            variables=variables,
+        )
+        return await self._complete(http, body, prompt, is_chat=True)
+
+    async def completions(self, http: Request) -> Response:
+        self.refuse_if_unhealthy()
+        body = parse_body(CompletionBody, await self._read(http))
+        prompt = await asyncio.to_thread(self._prompt_ids, body)
+        return await self._complete(http, body, prompt, is_chat=False)
+
+    async def _complete(
+        self, http: Request, body: GenerationBody, prompt: list[int], *, is_chat: bool
+    ) -> Response:
+        request_id = self._name_request(http, body)
+        request = self._engine_request(request_id, body, prompt)
+        reply = Reply(
+            request_id=request_id,
+            created=int(time.time()),
+            model=self._model_name,
+            is_chat=is_chat,
+            seed=request.sampling.seed,
+            num_prompt_tokens=len(prompt),
+            prompt_ids=prompt if body.return_token_ids else None,
+        )
+        choice = Choice(
+            self._tokenizer,
+            stops=body.stop,
+            keeps_stop=body.include_stop_str_in_output,
+            shows_special=not body.skip_special_tokens,
+        )
+        tokens = self._submit(request, prompt_field="messages" if is_chat else "prompt")
+        try:
+            answering = self._answer(reply, tokens, choice, body)
+            response = await unless_gone(answering, http.receive)
+        except BaseException:
+            tokens.close()
+            raise
+        return response
+
+    async def _answer(
+        self, reply: Reply, tokens: TokenStream, choice: Choice, body: GenerationBody
+    ) -> Response:
+        if not body.stream:
+            whole = await all_deltas(tokens, choice)
+            tokens.close()
+            return JSONResponse(reply.whole(whole, choice.num_tokens))
+        first = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.hold_s):
+                first = await next_delta(tokens, choice)
+        return EventStream(
+            reply,
+            tokens,
+            choice,
+            first=first,
+            options=body.stream_options or StreamOptions(),
+            limits=self._limits,
+        )
+
+    def _submit(self, request: EngineRequest, *, prompt_field: str) -> TokenStream:
+        request_id = request.request_id
+        tokens = TokenStream(
+            self._limits,
+            abort=lambda: self._engine.abort(request_id),
+            # Not sooner: until then the engine knows the id, and a new request must not share it.
+            on_end=lambda: self._open_ids.discard(request_id),
+        )
+        self._open_ids.add(request_id)
+        try:
+            self._engine.submit(request, tokens.put)
+        except BaseException as error:
+            self._open_ids.discard(request_id)
+            if isinstance(error, RequestError):
+                raise self._never_fits(error, request, prompt_field) from None
+            if isinstance(error, SkippyError):
+                raise unavailable("draining", str(error)) from None
+            raise
+        return tokens
+
+    def _never_fits(self, error: RequestError, request: EngineRequest, field: str) -> Exception:
+        if error.code != "context_length_exceeded":
+            return error
+        return ApiError(
+            400,
+            error.code,
+            str(error),
+            param=field,
+            details={
+                "n_prompt_tokens": len(request.token_ids),
+                "n_ctx": self._engine.max_model_len,
+                "limit_by": "max_model_len",
+            },
+        )
+
+    def _engine_request(
+        self, request_id: str, body: GenerationBody, prompt: list[int]
+    ) -> EngineRequest:
+        eog_ids = self._tokenizer.eog_ids
+        sampling = body.sampling(eog_ids=eog_ids, draw_seed=lambda: secrets.randbits(_SEED_BITS))
+        self._check_ids(body.stop_token_ids, param="stop_token_ids")
+        stop_ids = eog_ids.union(body.stop_token_ids).difference(sampling.suppressed_ids)
+        return EngineRequest(
+            request_id=request_id,
+            token_ids=tuple(prompt),
+            max_tokens=body.token_limit,
+            sampling=sampling,
+            stop_token_ids=stop_ids,
+        )
+
+    def _prompt_ids(self, body: CompletionBody) -> list[int]:
+        if isinstance(body.prompt, str):
+            return encode_prompt(self._tokenizer, body.prompt, add_special=body.add_special_tokens)
+        self._check_ids(body.prompt, param="prompt")
+        return body.prompt
+
+    def _check_ids(self, ids: Sequence[int], *, param: str) -> None:
+        num_tokens = self._tokenizer.num_tokens
+        for token in ids:
+            if not 0 <= token < num_tokens:
+                raise RequestError(
+                    f"{param}: token id {token} is not in [0, {num_tokens})", param=param
+                )
+
+    def _name_request(self, http: Request, body: GenerationBody) -> str:
+        """The request's final id, unique among those in flight; the reply's header carries it."""
+        name: str = http.state.request_id
+        if valid_request_id(http.headers.get("x-request-id")) is None:
+            name = valid_request_id(body.request_id) or name
+        final, number = name, 1
+        while final in self._open_ids:
+            number += 1
+            final = f"{name}-{number}"
+        http.state.request_id = final
+        return final
+
+    async def _read(self, http: Request) -> bytes:
+        limit = self._limits.max_body_bytes
+        too_large = ApiError(413, "request_too_large", f"the body may have at most {limit} bytes")
+        if int(http.headers.get("content-length", "0")) > limit:
+            raise too_large
+        body = bytearray()
+        async for chunk in http.stream():
+            body += chunk
+            if len(body) > limit:
+                raise too_large
+        return bytes(body)
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._started_at,
+            "owned_by": "skippy",
+            "root": self._model_name,
+            "parent": None,
+            "max_model_len": self._engine.max_model_len,
+            "permission": [],
+            "meta": {
+                "n_vocab": self._tokenizer.num_tokens,
+                "n_ctx": self._engine.max_model_len,
+                "n_ctx_train": self._tokenizer.max_trained_tokens,
+            },
+        }

@@ -1,0 +1,313 @@
+"""From the engine's token events to text on a socket.
+
+The engine calls :meth:`TokenStream.put` on its own thread and never waits for a client. On the
+event loop :class:`Choice` turns events into text, and :class:`EventStream` writes it for as long as
+somebody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from skippy_mesh.gateway.chat import Tokenizer
+from skippy_mesh.gateway.errors import engine_failed, to_api_error
+from skippy_mesh.gateway.schemas import Delta, Reply, StreamOptions
+from skippy_mesh.messages import TokenEvent
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """``hold_s``: how long the status line waits for first output or an error. ``ping_s``: silence
+    before a comment keeps the connection alive. ``max_pending`` events unread for
+    ``stall_timeout_s`` end the request."""
+
+    hold_s: float = 10.0
+    ping_s: float = 15.0
+    stall_timeout_s: float = 60.0
+    max_pending: int = 256
+    max_body_bytes: int = 16 << 20
+
+
+class StopMatcher:
+    """Cuts text at the first of ``stops``, wherever the borders between its pieces fall.
+
+    The longest end of the text that could still become a stop string is held back, no more and no
+    less. ``matched`` is the stop string that was found; nothing may be fed after it.
+    """
+
+    def __init__(self, stops: Sequence[str] = (), *, keeps_stop: bool = False):
+        self._stops = stops
+        self._keeps_stop = keeps_stop
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """What may be shown now that ``text`` has followed."""
+        text = self._held + text
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            place, self.matched = min(found, key=lambda match: (match[0], -len(match[1])))
+            return text[: place + len(self.matched) * self._keeps_stop]
+        num_shown = len(text) - self._num_held(text)
+        self._held = text[num_shown:]
+        return text[:num_shown]
+
+    def flush(self) -> str:
+        """The text still held when the request ends without a match."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        longest = max(map(len, self._stops), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            end = text[-size:]
+            if any(stop.startswith(end) and len(stop) > size for stop in self._stops):
+                return size
+        return 0
+
+
+class Choice:
+    """One choice of a reply: token events in, deltas out.
+
+    The joined texts are the same however the events were grouped. ``num_tokens`` counts every
+    sampled token, those without visible text too.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str] = (),
+        keeps_stop: bool = False,
+        shows_special: bool = False,
+    ):
+        self._tokenizer = tokenizer
+        self._shows_special = shows_special
+        # Holds back an incomplete character; what never completes becomes U+FFFD at the end.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = StopMatcher(stops, keeps_stop=keeps_stop)
+        self._unsent_ids: list[int] = []
+        self.num_tokens = 0
+
+    def push(self, event: TokenEvent) -> Delta | None:
+        """What ``event`` adds; None while there is nothing to show."""
+        finish: str | None = event.finish_reason
+        stop: str | int | None = None
+        data = b""
+        if event.token_id is not None:
+            self.num_tokens += 1
+            self._unsent_ids.append(event.token_id)
+            if finish != "stop":
+                data = self._tokenizer.piece(event.token_id, special=self._shows_special)
+            elif event.token_id not in self._tokenizer.eog_ids:
+                stop = event.token_id
+        text = self._stops.feed(self._decoder.decode(data, final=finish is not None))
+        if self._stops.matched is not None:
+            finish, stop = "stop", self._stops.matched
+        elif finish is not None:
+            text += self._stops.flush()
+        if not text and finish is None:
+            return None
+        ids, self._unsent_ids = tuple(self._unsent_ids), []
+        return Delta(text=text, token_ids=ids, finish_reason=finish, stop_reason=stop)
+
+
+class TokenStream:
+    """One request's events on their way from the engine's thread to the event loop.
+
+    ``abort`` tells the engine to end the request, ``on_end`` runs once when it has. If the reader
+    leaves ``max_pending`` events unread for ``stall_timeout_s``, ``stalled`` is set. Built on the
+    event loop that reads it.
+    """
+
+    def __init__(
+        self, limits: Limits, *, abort: Callable[[], object], on_end: Callable[[], object]
+    ):
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self._limits = limits
+        self._abort = abort
+        self._on_end = on_end
+        self._has_ended = False
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self.stalled = asyncio.Event()
+
+    def put(self, event: TokenEvent) -> None:
+        """Any thread; never waits and never fails."""
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(self._arrive, event)
+
+    async def get(self) -> TokenEvent:
+        event = await self._events.get()
+        if self._events.qsize() < self._limits.max_pending:
+            self._stop_timer()
+        return event
+
+    def close(self) -> None:
+        """The reader is done; a request that still runs is aborted."""
+        self._stop_timer()
+        if not self._has_ended:
+            self._abort()
+
+    def _arrive(self, event: TokenEvent) -> None:
+        self._events.put_nowait(event)
+        if event.finish_reason is not None:
+            self._has_ended = True
+            self._on_end()
+        if self._stall_timer is None and self._events.qsize() >= self._limits.max_pending:
+            self._stall_timer = self._loop.call_later(
+                self._limits.stall_timeout_s, self.stalled.set
+            )
+
+    def _stop_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+
+async def next_delta(tokens: TokenStream, choice: Choice) -> Delta:
+    """The next delta of ``choice``. May be cancelled at any time without losing anything."""
+    while True:
+        event = await tokens.get()
+        if event.finish_reason == "error":
+            raise engine_failed()
+        if (delta := choice.push(event)) is not None:
+            return delta
+
+
+async def all_deltas(tokens: TokenStream, choice: Choice) -> Delta:
+    """The whole of ``choice`` as one delta."""
+    deltas = [await next_delta(tokens, choice)]
+    while deltas[-1].finish_reason is None:
+        deltas.append(await next_delta(tokens, choice))
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        finish_reason=deltas[-1].finish_reason,
+        stop_reason=deltas[-1].stop_reason,
+    )
+
+
+async def unless_gone(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """The result of ``work``, or :class:`ClientDisconnect` if the client leaves before it."""
+    return await _first(work, _until_gone(receive))
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _first(work: Coroutine[Any, Any, Result], *enders: Coroutine[Any, Any, object]) -> Result:
+    task = asyncio.create_task(work)
+    others = [asyncio.create_task(ender) for ender in enders]
+    try:
+        await asyncio.wait([task, *others], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, *others):
+            each.cancel()
+        await asyncio.gather(task, *others, return_exceptions=True)
+
+
+class EventStream(Response):
+    """A reply as server-sent events. ``first`` is the delta that ended the hold, if one did."""
+
+    def __init__(
+        self,
+        reply: Reply,
+        tokens: TokenStream,
+        choice: Choice,
+        *,
+        first: Delta | None,
+        options: StreamOptions,
+        limits: Limits,
+    ):
+        self._reply = reply
+        self._tokens = tokens
+        self._choice = choice
+        self._first = first
+        self._options = options
+        self._limits = limits
+        self.status_code = 200
+        self.background = None
+        self.init_headers({
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+        })  # fmt: skip
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _first(self._write(send), _until_gone(receive), self._tokens.stalled.wait())
+        finally:
+            self._tokens.close()
+
+    async def _write(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        async with aclosing(self._frames()) as frames:
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _frames(self) -> AsyncGenerator[bytes, None]:
+        delta, is_first = self._first, True
+        try:
+            while True:
+                if delta is not None:
+                    yield self._frame(delta, is_first=is_first)
+                    is_first = False
+                    if delta.finish_reason is not None:
+                        break
+                try:
+                    async with asyncio.timeout(self._limits.ping_s):
+                        delta = await next_delta(self._tokens, self._choice)
+                except TimeoutError:
+                    delta = None
+                    yield PING
+            if self._options.include_usage:
+                yield _data(self._reply.usage_chunk(self._choice.num_tokens))
+        except Exception as error:
+            yield _data(to_api_error(error).body)
+        yield DONE
+
+    def _frame(self, delta: Delta, *, is_first: bool) -> bytes:
+        chunk = self._reply.chunk(delta, is_first=is_first)
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self._reply.usage(self._choice.num_tokens)
+        elif self._options.include_usage:
+            chunk["usage"] = None
+        elif delta.finish_reason is not None:
+            # No usage chunk follows, so the seed travels with the last one.
+            chunk["skippy"] = self._reply.skippy
+        return _data(chunk)
+
+
+def _data(value: Mapping[str, object]) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()

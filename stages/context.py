@@ -1,0 +1,276 @@
+"""The owner of one llama.cpp model and context: every native call of a stage goes through here.
+
+Two threads in one context corrupt it, so the thread that builds a :class:`StageContext` is the only
+one that may use it; any other gets an error. What would hit a native assert, which ends the
+process, is refused before the call, and every return code of ``llama_decode`` has an answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+
+from skippy_mesh.config import ContextConfig
+from skippy_mesh.errors import (
+    DecodeError,
+    InvalidBatchError,
+    ModelFileError,
+    NoRoomError,
+    RuntimeUnavailableError,
+)
+from skippy_mesh.messages import Copy, Remove
+from stages.batch import BatchBuffer, Floats, Rows, check_rows
+from stages.native import address_of, ggml_base, last_error, load_library, tap_library
+
+_KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}  # enum ggml_type
+_FLASH_ATTENTION_ON = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Measured, not computed: ``context_bytes`` is what creating the context added to RSS."""
+
+    weight_bytes: int
+    context_bytes: int
+    rss_bytes: int
+
+
+class StageContext:
+    """A slice of a model with its KV pool.
+
+    ``is_last`` decides what :meth:`decode` returns: logits on the last stage, the last layer's
+    hidden states on any other. ``can_repack`` False keeps llama.cpp from rearranging weights for
+    this CPU (slower; the fallback of :mod:`stages.probe`).
+    """
+
+    def __init__(
+        self, path: Path, config: ContextConfig, *, is_last: bool, can_repack: bool = True
+    ):
+        load_library()
+        self._owner = threading.get_ident()
+        self._is_last = is_last
+        self._model = self._load_model(path, can_repack)
+        self.num_embd: int = llama_cpp.llama_model_n_embd(self._model)
+        self.num_layers: int = llama_cpp.llama_model_n_layer(self._model)
+        vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self.num_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
+        self._tap = None if is_last else _new_tap(f"l_out-{self.num_layers - 1}")
+        rss_before = _rss_bytes()
+        self._context = self._new_context(config)
+        self._context_bytes = _rss_bytes() - rss_before
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        # llama.cpp rounds what was asked for; only what it reports may be relied on.
+        self.num_cells: int = llama_cpp.llama_n_ctx(self._context)
+        self.num_lanes: int = llama_cpp.llama_n_seq_max(self._context)
+        self.max_rows: int = min(
+            llama_cpp.llama_n_batch(self._context), llama_cpp.llama_n_ubatch(self._context)
+        )
+        self._next_positions = [0] * self.num_lanes
+        self._buffer = BatchBuffer(self.max_rows)
+
+    def decode(self, rows: Rows) -> Floats:
+        """Compute ``rows`` in one micro-batch.
+
+        Returns a fresh array: on the last stage float32 ``[n_outputs, n_vocab]``, one row for each
+        flagged row in batch order; elsewhere ``[n_rows, n_embd]``. :class:`InvalidBatchError` and
+        :class:`NoRoomError` change nothing; :class:`DecodeError` has dropped the lanes it names.
+        """
+        self._check_owner()
+        reached = check_rows(
+            rows, self._next_positions, max_rows=self.max_rows, num_embd=self.num_embd
+        )
+        inputs = self._buffer.fill(rows, all_outputs=not self._is_last)
+        if self._tap:
+            tap_library().tap_begin(self._tap, inputs.ctypes.data, inputs.nbytes)
+        code = llama_cpp.llama_decode(self._context, self._buffer.native)
+        if code == 1:
+            raise NoRoomError(
+                f"no free cells for {rows.num_rows} rows in a pool of {self.num_cells}"
+            )
+        if code == -1:
+            raise InvalidBatchError(f"llama.cpp refused the batch: {last_error()}")
+        if code:
+            raise self._dropped(reached, f"llama_decode returned {code}: {last_error()}")
+        for lane, position in reached.items():
+            self._next_positions[lane] = position
+        try:
+            return self._logits(rows) if self._is_last else self._tapped(rows.num_rows)
+        except RuntimeError as error:
+            raise self._dropped(reached, str(error)) from error
+
+    def apply(self, operation: Copy | Remove) -> None:
+        """Run one memory operation; :class:`InvalidBatchError` if it cannot be done as asked."""
+        self._check_owner()
+        if isinstance(operation, Remove):
+            self._remove(operation)
+        else:
+            self._copy(operation)
+
+    def clear(self) -> None:
+        """Free all cells of all lanes."""
+        self._check_owner()
+        llama_cpp.llama_memory_clear(self._memory, False)
+        self._next_positions = [0] * self.num_lanes
+
+    def positions(self, lane: int) -> tuple[int, int]:
+        """First and last position ``lane`` holds, as llama.cpp says; (-1, -1) when empty."""
+        self._check_owner()
+        self._check_lane(lane)
+        return (
+            llama_cpp.llama_memory_seq_pos_min(self._memory, lane),
+            llama_cpp.llama_memory_seq_pos_max(self._memory, lane),
+        )
+
+    def memory(self) -> StageMemory:
+        return StageMemory(
+            weight_bytes=llama_cpp.llama_model_size(self._model),
+            context_bytes=self._context_bytes,
+            rss_bytes=_rss_bytes(),
+        )
+
+    def close(self) -> None:
+        """Give everything back to the system. The context is unusable afterwards."""
+        self._check_owner()
+        llama_cpp.llama_free(self._context)
+        llama_cpp.llama_model_free(self._model)
+        if self._tap:
+            tap_library().tap_free(self._tap)
+        self._owner = -1
+
+    def _load_model(self, path: Path, can_repack: bool) -> int:
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = can_repack
+        model: int | None = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        if not model:
+            raise ModelFileError(f"{path}: llama.cpp cannot load it: {last_error()}")
+        return model
+
+    def _new_context(self, config: ContextConfig) -> int:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = config.num_cells
+        params.n_batch = params.n_ubatch = config.max_rows
+        params.n_seq_max = config.num_lanes
+        params.n_threads = params.n_threads_batch = config.num_threads
+        params.kv_unified = True
+        params.flash_attn_type = _FLASH_ATTENTION_ON
+        params.type_k = params.type_v = _KV_TYPES[config.kv_type]
+        params.no_perf = True
+        if self._tap:
+            params.cb_eval = ctypes.cast(
+                address_of(tap_library().tap_eval), llama_cpp.ggml_backend_sched_eval_callback
+            )
+            params.cb_eval_user_data = self._tap
+        context: int | None = llama_cpp.llama_init_from_model(self._model, params)
+        if not context:
+            raise RuntimeUnavailableError(
+                f"llama.cpp cannot create a context of {config.num_cells} cells "
+                f"({config.kv_type} KV): {last_error()}; try a smaller --ctx-size"
+            )
+        return context
+
+    def _logits(self, rows: Rows) -> Floats:
+        flagged = [row for row, is_output in enumerate(rows.outputs) if is_output]
+        logits = np.empty((len(flagged), self.num_vocab), np.float32)
+        for index, row in enumerate(flagged):
+            # By batch index: output rows are compact and may be reordered inside. Copied, because
+            # the next decode overwrites them.
+            found = llama_cpp.llama_get_logits_ith(self._context, row)
+            if not found:
+                raise RuntimeError(f"llama.cpp has no logits for row {row}: {last_error()}")
+            ctypes.memmove(logits[index].ctypes.data, found, logits.strides[0])
+        return logits
+
+    def _tapped(self, num_rows: int) -> Floats:
+        llama_cpp.llama_synchronize(self._context)
+        num_bytes, num_fired, failed = ctypes.c_size_t(), ctypes.c_long(), ctypes.c_int()
+        address = tap_library().tap_rows(
+            self._tap, ctypes.byref(num_bytes), ctypes.byref(num_fired), ctypes.byref(failed)
+        )
+        expected = num_rows * self.num_embd * 4
+        if failed.value or num_fired.value != 1 or num_bytes.value != expected:
+            raise RuntimeError(
+                f"the tap gave {num_bytes.value} bytes in {num_fired.value} parts "
+                f"(state {failed.value}), expected {expected} in one"
+            )
+        hidden = np.empty((num_rows, self.num_embd), np.float32)
+        ctypes.memmove(hidden.ctypes.data, address, expected)
+        return hidden
+
+    def _remove(self, operation: Remove) -> None:
+        lane = operation.lane
+        self._check_lane(lane)
+        if not llama_cpp.llama_memory_seq_rm(self._memory, lane, operation.p0, operation.p1):
+            raise InvalidBatchError(
+                f"this memory cannot remove positions [{operation.p0}, {operation.p1}) "
+                f"of lane {lane}"
+            )
+        self._refresh(lane)
+
+    def _copy(self, operation: Copy) -> None:
+        src, dst, p0, p1 = operation.src, operation.dst, operation.p0, operation.p1
+        self._check_lane(src)
+        self._check_lane(dst)
+        if src == dst or not 0 <= p0 < p1 <= self._next_positions[src]:
+            raise InvalidBatchError(
+                f"cannot copy positions [{p0}, {p1}) of lane {src} to lane {dst}: "
+                f"the source holds [0, {self._next_positions[src]})"
+            )
+        if self._next_positions[dst] != p0:
+            raise InvalidBatchError(
+                f"cannot copy from position {p0}: lane {dst} ends at {self._next_positions[dst]}"
+            )
+        llama_cpp.llama_memory_seq_cp(self._memory, src, dst, p0, p1)
+        self._refresh(dst)
+        if self._next_positions[dst] != p1:
+            self._forget(dst)
+            raise InvalidBatchError(f"copying lane {src} to {dst} did not reach position {p1}")
+
+    def _dropped(self, lanes: dict[int, int], reason: str) -> DecodeError:
+        """Part of a failed batch may stay in memory: free all of it, so the lanes start over."""
+        for lane in lanes:
+            self._forget(lane)
+        return DecodeError(f"{reason}; lanes {sorted(lanes)} dropped", tuple(sorted(lanes)))
+
+    def _forget(self, lane: int) -> None:
+        llama_cpp.llama_memory_seq_rm(self._memory, lane, -1, -1)
+        self._refresh(lane)
+
+    def _refresh(self, lane: int) -> None:
+        last = llama_cpp.llama_memory_seq_pos_max(self._memory, lane)
+        self._next_positions[lane] = last + 1
+
+    def _check_lane(self, lane: int) -> None:
+        if not 0 <= lane < self.num_lanes:
+            raise InvalidBatchError(f"lane {lane} is not in [0, {self.num_lanes})")
+
+    def _check_owner(self) -> None:
+        if threading.get_ident() != self._owner:
+            raise AssertionError("a context belongs to the thread that built it, until closed")
+
+
+def _new_tap(last: str) -> int:
+    base = ggml_base()
+    functions = (
+        base.ggml_get_name,
+        base.ggml_nbytes,
+        base.ggml_backend_tensor_get,
+        base.ggml_backend_tensor_set,
+    )
+    tap: int | None = tap_library().tap_new(*map(address_of, functions), last.encode(), b"")
+    if not tap:
+        raise RuntimeUnavailableError(f"the tap for {last} could not be created")
+    return tap
+
+
+def _rss_bytes() -> int:
+    """Resident memory of this process, 0 where the system does not tell."""
+    try:
+        fields = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0
+    return int(fields[1]) * 4096

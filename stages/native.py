@@ -1,0 +1,103 @@
+"""The one door to llama.cpp: loads the library once and hands out the few ggml functions it lacks.
+
+llama.cpp reads its environment and registers its kernels when it is loaded, so everything that must
+be set before that is set here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import logging
+import os
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+# A failed native assert ends the process; without this it first spawns a debugger and lingers.
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+# libgomp's threads spin about a millisecond at each of a step's thousand barriers. On a machine
+# that does anything else besides, the spinning keeps the awaited thread from running, and a step
+# takes ten times as long (bench/RESULTS.md, "Spinning").
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+import llama_cpp
+
+from skippy_mesh.errors import RuntimeUnavailableError
+
+logger = logging.getLogger("llama.cpp")
+_recent_errors: deque[str] = deque(maxlen=5)
+_LEVELS = {
+    2: logging.DEBUG,
+    3: logging.INFO,
+    4: logging.INFO,
+}  # info, warn, error of ggml_log_level
+_ERROR = 4
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _on_log(level: int, text: bytes, _user_data: object) -> None:
+    line = text.decode(errors="replace").strip()
+    if level == _ERROR and line:
+        _recent_errors.append(line)
+    if line:
+        logger.log(_LEVELS.get(level, logging.DEBUG), "%s", line)
+
+
+@functools.cache
+def load_library() -> None:
+    """Initialise llama.cpp for this process. Cheap when called again."""
+    llama_cpp.llama_log_set(_on_log, None)
+    llama_cpp.llama_backend_init()
+
+
+def last_error() -> str:
+    """What llama.cpp last complained about, for the end of an error message."""
+    return _recent_errors[-1] if _recent_errors else "no reason given"
+
+
+@functools.cache
+def library_dir() -> Path:
+    override = os.environ.get("LLAMA_CPP_LIB_PATH")
+    return Path(override) if override else Path(llama_cpp.__file__).parent / "lib"
+
+
+@functools.cache
+def ggml_base() -> ctypes.CDLL:
+    """libggml-base, which exports what libllama does not."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return ctypes.CDLL(str(library_dir() / f"libggml-base.{suffix}"))
+
+
+@functools.cache
+def tap_library() -> ctypes.CDLL:
+    """The compiled ``tap.c``, with its signatures declared."""
+    spec = importlib.util.find_spec("stages._tap")
+    if spec is None or spec.origin is None:
+        raise RuntimeUnavailableError(
+            "the compiled part of skippy_mesh is missing: install it with `pip install -e .` "
+            "(or `make setup`), which needs a C compiler"
+        )
+    tap = ctypes.CDLL(spec.origin)
+    pointer = ctypes.c_void_p
+    tap.tap_new.restype = pointer
+    tap.tap_new.argtypes = [pointer] * 4 + [ctypes.c_char_p] * 2
+    tap.tap_free.argtypes = [pointer]
+    tap.tap_begin.argtypes = [pointer, pointer, ctypes.c_size_t]
+    tap.tap_rows.restype = pointer
+    tap.tap_rows.argtypes = [
+        pointer,
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.POINTER(ctypes.c_long),
+        ctypes.POINTER(ctypes.c_int),
+    ]
+    return tap
+
+
+def address_of(function: Any) -> int:
+    """The address of a native function, to be handed to other native code."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address

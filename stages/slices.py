@@ -1,0 +1,155 @@
+"""Cut layers [lo, hi) of a model into a GGUF that stock llama.cpp loads as a model of its own.
+
+The bytes of the weights stay what they are: a slice runs the same kernels on the same numbers.
+Every stage is fed rows of floats, never token ids, so a slice needs no tokenizer, and no table
+of embeddings either. llama.cpp insists on ``token_embd.weight`` with a row per vocabulary entry:
+
+- a slice before the last says its vocabulary has 1 entry and gets a table of one row of zeros,
+  which is also its output head (never run: the stage is read before it);
+- the last slice stores the output head under that name. A model without ``output.weight`` uses its
+  ``token_embd.weight`` as head, and an unused second table would cost as much as the head itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from gguf import GGMLQuantizationType
+
+from skippy_mesh.errors import ModelFileError, UsageError
+from stages.disk import cache_dir, write_whole
+from stages.gguf_file import TOKEN_EMBD, ModelFile, reading, split_block_name
+from stages.gguf_format import Tensor, Value, aligned, encode_header
+
+CUTTER_VERSION = 1
+"""Part of a cached slice's name: raise it whenever the same cut would give other bytes."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes written, bytes in all)."""
+
+_CHUNK_BYTES = 4 << 20
+_HEAD = "output."
+# A slice is one file, without a tokenizer, aligned as usual whatever its source did.
+_DROPPED = ("split.", "tokenizer.", "general.alignment")
+# Arrays whose length may equal the number of layers by chance.
+_NOT_PER_LAYER = ("rope.dimension_sections",)
+
+
+def cut(model: ModelFile, lo: int, hi: int, out: Path, progress: Progress | None = None) -> None:
+    """Write the slice of layers [lo, hi) to ``out``, which appears whole or not at all."""
+    plan = _Plan.of(model, lo, hi)
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder: give the name of the file to write")
+    if any(out.exists() and out.samefile(path) for path in model.paths):
+        raise UsageError(f"{out} is the model itself: choose another name")
+    write_whole(out, plan.num_bytes, lambda file: plan.write(file, progress))
+
+
+def cached_slice(model: ModelFile, lo: int, hi: int, progress: Progress | None = None) -> Path:
+    """The slice of layers [lo, hi), cut once per machine. For all layers, the model as it is."""
+    plan = _Plan.of(model, lo, hi)
+    if hi - lo == model.num_layers:
+        return model.paths[0]  # llama.cpp finds the other parts by itself
+    name = f"{model.digest[:16]}-{lo}-{hi}-v{CUTTER_VERSION}.gguf"
+    out = cache_dir() / "slices" / name
+    write_whole(out, plan.num_bytes, lambda file: plan.write(file, progress), reuse=True)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a slice consists of. ``tensors`` have their new names and their source's places."""
+
+    model: ModelFile
+    header: bytes
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, model: ModelFile, lo: int, hi: int) -> _Plan:
+        if not 0 <= lo < hi <= model.num_layers:
+            raise UsageError(
+                f"layers {lo}:{hi} cannot be cut from a model of {model.num_layers} layers: "
+                f"choose LO:HI with 0 <= LO < HI <= {model.num_layers}"
+            )
+        tensors = tuple(_tensors(model, lo, hi))
+        return cls(model, encode_header(_metadata(model, lo, hi), tensors), tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + sum(aligned(tensor.num_bytes) for tensor in self.tensors)
+
+    def write(self, file: BinaryIO, progress: Progress | None) -> None:
+        file.write(self.header)
+        for tensor in self.tensors:
+            for chunk in _chunks(self.model, tensor):
+                file.write(chunk)
+                if progress:
+                    progress(file.tell(), self.num_bytes)
+            file.write(bytes(aligned(tensor.num_bytes) - tensor.num_bytes))
+        self.model.check_unchanged()
+
+
+def _chunks(model: ModelFile, tensor: Tensor) -> Iterator[bytes]:
+    # Read, not mapped: a file that shrinks meanwhile is then an error and not the end of us.
+    if tensor.part is None:
+        yield bytes(tensor.num_bytes)
+        return
+    path, left = model.paths[tensor.part], tensor.num_bytes
+    with reading(path), path.open("rb", buffering=0) as source:
+        source.seek(tensor.offset)
+        while left:
+            chunk = source.read(min(left, _CHUNK_BYTES))
+            if not chunk:
+                raise ModelFileError(f"{path} ended {left} bytes early: was it replaced?")
+            yield chunk
+            left -= len(chunk)
+
+
+def _tensors(model: ModelFile, lo: int, hi: int) -> Iterator[Tensor]:
+    if hi < model.num_layers:
+        yield Tensor(TOKEN_EMBD, GGMLQuantizationType.F32, (model.width, 1))
+    else:
+        yield from _head(model)
+    for tensor in model.tensors.values():
+        block = split_block_name(tensor.name)
+        if block and lo <= block[0] < hi:
+            yield replace(tensor, name=f"blk.{block[0] - lo}.{block[1]}")
+        elif not block and tensor.name != TOKEN_EMBD and not tensor.name.startswith(_HEAD):
+            yield tensor
+
+
+def _head(model: ModelFile) -> list[Tensor]:
+    head = [tensor for tensor in model.tensors.values() if tensor.name.startswith(_HEAD)]
+    if [tensor.name for tensor in head] == [f"{_HEAD}weight"]:
+        return [replace(head[0], name=TOKEN_EMBD)]
+    # Tied, or a head with scales of its own, which llama.cpp allows under its own name only.
+    return [model.tensors[TOKEN_EMBD], *head]
+
+
+def _metadata(model: ModelFile, lo: int, hi: int) -> dict[str, Value]:
+    metadata = {
+        key: _of_layers(key, value, model, lo, hi)
+        for key, value in model.metadata.items()
+        if not key.startswith(_DROPPED)
+    }
+    own = f"{model.architecture}."
+    metadata[f"{own}block_count"] = Value.u32(hi - lo)
+    metadata[f"{own}vocab_size"] = Value.u32(model.num_vocab if hi == model.num_layers else 1)
+    if f"{own}nextn_predict_layers" in metadata:
+        metadata[f"{own}nextn_predict_layers"] = Value.u32(0)
+    dense = f"{own}leading_dense_block_count"
+    if dense in metadata:
+        metadata[dense] = Value.u32(min(max(metadata[dense].decode() - lo, 0), hi - lo))
+    metadata["tokenizer.ggml.model"] = Value.text("no_vocab")
+    return metadata
+
+
+def _of_layers(key: str, value: Value, model: ModelFile, lo: int, hi: int) -> Value:
+    """``value``, or the part for layers [lo, hi) where it has an item for each layer."""
+    own = f"{model.architecture}."
+    if not key.startswith(own) or key.removeprefix(own) in _NOT_PER_LAYER:
+        return value
+    return value.items(lo, hi) if value.num_items == model.num_blocks else value

@@ -1,0 +1,196 @@
+"""One stage of a mesh: a plain class that runs StepBatches on its slice of the model.
+
+The same class runs inside a Ray actor and inside one process (``pipeline.py``). Steps are numbered:
+a stage applies each exactly once and in order, and a higher epoch empties it first, so after any
+failure the engine starts all stages afresh by raising the epoch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from skippy_mesh.config import StageSpec
+from skippy_mesh.errors import InvalidBatchError, StageError, StepOrderError
+from skippy_mesh.messages import StepBatch, StepResult
+from skippy_mesh.wire import decode_activations, decode_step, encode_activations
+from stages.batch import Floats, Rows
+from stages.context import StageContext
+from stages.embedding import Embedding
+from stages.gguf_file import ModelFile
+from stages.probe import can_repack
+from stages.sampling import Sampler
+from stages.slices import cached_slice
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageInfo:
+    """What a loaded stage says of itself; a snapshot, never read from the running context."""
+
+    index: int
+    num_stages: int
+    first_layer: int
+    end_layer: int
+    num_cells: int
+    num_lanes: int
+    max_rows: int
+    weight_bytes: int
+    context_bytes: int
+    rss_bytes: int
+    can_repack: bool
+    process_id: int
+
+
+class StageWorker:
+    """Built cheaply; :meth:`load` does the work, on the thread that will run the steps."""
+
+    def __init__(self, spec: StageSpec):
+        self.spec = spec
+        self._context: StageContext | None = None
+        self._embedding: Embedding | None = None
+        self._sampler = Sampler()
+        self._epoch = -1
+        self._next_step = 0
+        self._info: StageInfo | None = None
+        self._compute_s = 0.0
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        return (
+            f"stage {spec.index}/{spec.num_stages} "
+            f"layers {spec.first_layer}:{spec.end_layer} epoch {self._epoch}"
+        )
+
+    def load(self, progress: Progress | None = None) -> StageInfo:
+        """Cut the slice if the cache lacks it, load it, and measure."""
+        spec = self.spec
+        repack = can_repack()
+        model = ModelFile.open(spec.model_path)
+        path = cached_slice(model, spec.first_layer, spec.end_layer, progress)
+        context = StageContext(path, spec.context, is_last=spec.is_last, can_repack=repack)
+        if spec.is_first:
+            self._embedding = Embedding(model)
+        self._context = context
+        memory = context.memory()
+        self._info = StageInfo(
+            index=spec.index,
+            num_stages=spec.num_stages,
+            first_layer=spec.first_layer,
+            end_layer=spec.end_layer,
+            num_cells=context.num_cells,
+            num_lanes=context.num_lanes,
+            max_rows=context.max_rows,
+            weight_bytes=memory.weight_bytes,
+            context_bytes=memory.context_bytes,
+            rss_bytes=memory.rss_bytes,
+            can_repack=repack,
+            process_id=os.getpid(),
+        )
+        return self._info
+
+    def compute(self, batch: StepBatch, hidden: Floats | None = None) -> Floats | None:
+        """Apply ``batch`` and return this stage's rows: hidden states ``[n_rows, n_embd]``, or on
+        the last stage logits ``[n_sampled, n_vocab]``. None for a batch without rows."""
+        context = self._loaded()
+        self._check_order(batch)
+        self._check_columns(batch)
+        started = time.perf_counter()
+        for operation in batch.operations:
+            context.apply(operation)
+        output = None
+        if batch.num_rows:
+            output = context.decode(
+                Rows(batch.lanes, batch.positions, batch.samples, self._inputs(batch, hidden))
+            )
+        self._next_step = batch.step_id + 1
+        self._compute_s += time.perf_counter() - started
+        return output
+
+    def sample(self, batch: StepBatch, logits: Floats | None) -> StepResult:
+        """Draw the next token of every sampling lane; row k of ``logits`` is the k-th of them."""
+        self._sampler.configure(batch.new_lanes, batch.forgotten_lanes)
+        tokens: dict[int, int] = {}
+        if logits is not None:
+            flagged = (row for row in range(batch.num_rows) if batch.samples[row])
+            for index, row in enumerate(flagged):
+                lane = batch.lanes[row]
+                # The new token's own position: one past the row it was predicted from.
+                tokens[lane] = self._sampler.sample(lane, logits[index], batch.positions[row] + 1)
+        return StepResult(epoch=batch.epoch, step_id=batch.step_id, tokens=tokens)
+
+    def step(self, frame: bytes, activations: bytes | None = None) -> bytes | StepResult | None:
+        """:meth:`compute` (and on the last stage :meth:`sample`) over the wire's frames."""
+        batch, output = self._compute_frames(frame, activations)
+        return self.sample(batch, output) if self.spec.is_last else self._frame_of(batch, output)
+
+    def step_logits(self, frame: bytes, activations: bytes | None = None) -> Any:
+        """Like :meth:`step`, but the last stage answers its logits: the instrument of proofs."""
+        batch, output = self._compute_frames(frame, activations)
+        return output if self.spec.is_last else self._frame_of(batch, output)
+
+    def info(self) -> StageInfo | None:
+        """The snapshot taken at load; None before. Never waits for a running step."""
+        return self._info
+
+    def compute_seconds(self) -> float:
+        return self._compute_s
+
+    def close(self) -> None:
+        self._sampler.clear()
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+
+    def _compute_frames(
+        self, frame: bytes, activations: bytes | None
+    ) -> tuple[StepBatch, Floats | None]:
+        batch = decode_step(frame)
+        hidden = None
+        if activations is not None:
+            epoch, step_id, hidden = decode_activations(activations)
+            if (epoch, step_id) != (batch.epoch, batch.step_id):
+                raise StepOrderError(
+                    f"activations of step {epoch}/{step_id} came with step "
+                    f"{batch.epoch}/{batch.step_id}"
+                )
+        return batch, self.compute(batch, hidden)
+
+    def _frame_of(self, batch: StepBatch, output: Floats | None) -> bytes | None:
+        return None if output is None else encode_activations(batch.epoch, batch.step_id, output)
+
+    def _inputs(self, batch: StepBatch, hidden: Floats | None) -> Floats:
+        if self._embedding is not None:
+            return self._embedding(batch.tokens)
+        if hidden is None:
+            raise InvalidBatchError(f"{self!r}: rows came without activations")
+        return hidden
+
+    def _check_order(self, batch: StepBatch) -> None:
+        if batch.epoch > self._epoch:
+            self._loaded().clear()
+            self._sampler.clear()
+            self._epoch, self._next_step = batch.epoch, batch.step_id
+        elif batch.epoch < self._epoch or batch.step_id != self._next_step:
+            raise StepOrderError(
+                f"{self!r} expects step {self._epoch}/{self._next_step}, "
+                f"got {batch.epoch}/{batch.step_id}"
+            )
+
+    def _check_columns(self, batch: StepBatch) -> None:
+        """What the context cannot see: that each lane samples at most once."""
+        columns = (batch.lanes, batch.positions, batch.tokens, batch.samples)
+        if len({len(column) for column in columns}) != 1:
+            raise InvalidBatchError(f"columns differ in length: {[len(c) for c in columns]}")
+        sampled = batch.sampled_lanes
+        if len(set(sampled)) != len(sampled):
+            raise InvalidBatchError("a lane samples twice in one step")
+
+    def _loaded(self) -> StageContext:
+        if self._context is None:
+            raise StageError(f"{self!r} is not loaded")
+        return self._context

@@ -1,0 +1,22 @@
+"""Every test has a cache of its own, except for the library's probe, which is about the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skippy_mesh.cli import demo_path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("SKIPPY_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo() -> Path:
+    """SmolLM2: real weights, real text."""
+    return demo_path()

@@ -1,0 +1,238 @@
+"""Every way a request can fail: a true HTTP status before output, an error event after it.
+
+Without these a client retries what can never work, or takes a broken answer for a whole one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from skippy_mesh.gateway.app import LOADING
+from skippy_mesh.gateway.errors import Edge
+from skippy_mesh.gateway.streaming import Limits
+from skippy_mesh.messages import StepBatch
+from stages.fake import FakePipeline
+from tests.unit.test_gateway import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    ONCE,
+    ask,
+    chunks,
+    new_engine,
+    serving,
+)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with serving() as served:
+        yield served
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+BAD_REQUESTS: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, {"temperature": "hot"}, "invalid_value", "temperature"),
+    (CHAT, {"temperature": 2.5}, "invalid_value", "temperature"),
+    (CHAT, {"temperature": True}, "invalid_value", "temperature"),
+    (CHAT, {"top_p": 0}, "invalid_value", "top_p"),
+    (CHAT, {"top_k": -2}, "invalid_value", "top_k"),
+    (CHAT, {"top_k": 2**40}, "invalid_value", "top_k"),
+    (CHAT, {"min_p": 1.5}, "invalid_value", "min_p"),
+    (CHAT, {"seed": 2**70}, "invalid_value", "seed"),
+    (CHAT, {"seed": 1.5}, "invalid_value", "seed"),
+    (CHAT, {"max_tokens": 0}, "invalid_value", "max_tokens"),
+    (CHAT, {"max_completion_tokens": -2}, "invalid_value", "max_completion_tokens"),
+    (CHAT, {"stop": ""}, "invalid_value", "stop"),
+    (CHAT, {"stop": ["ok", ""]}, "invalid_value", "stop"),
+    (CHAT, {"stop": ["x"] * 17}, "invalid_value", "stop"),
+    (CHAT, {"stop": "é" * 129}, "invalid_value", "stop"),
+    (CHAT, {"stop": [1]}, "invalid_value", "stop"),
+    (CHAT, {"stop_token_ids": [260]}, "invalid_value", "stop_token_ids"),
+    (CHAT, {"ignore_eos": 1}, "invalid_value", "ignore_eos"),
+    (CHAT, {"stream_options": {"include_usage": 3}}, "invalid_value",
+     "stream_options.include_usage"),
+    (CHAT, {"messages": []}, "invalid_value", "messages"),
+    (CHAT, {"messages": None}, "invalid_value", "messages"),
+    (CHAT, {"messages": [3]}, "invalid_value", "messages[0]"),
+    (CHAT, {"messages": [{"role": "boss"}]}, "invalid_value", "messages[0].role"),
+    (CHAT, user(3), "invalid_value", "messages[0].content"),
+    (CHAT, user([{"type": "image_url"}]), "unsupported_content", "messages[0].content"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1]}]}, "unsupported_parameter",
+     "messages[0].tool_calls"),
+    (CHAT, user("x" * 600), "context_length_exceeded", "messages"),
+    (CHAT, {"n": 2}, "unsupported_parameter", "n"),
+    (CHAT, {"logprobs": True}, "unsupported_parameter", "logprobs"),
+    (CHAT, {"presence_penalty": 0.5}, "unsupported_parameter", "presence_penalty"),
+    (CHAT, {"logit_bias": {"1": 5}}, "unsupported_parameter", "logit_bias"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "unsupported_parameter",
+     "response_format"),
+    (CHAT, {"guided_choice": ["a"]}, "unsupported_parameter", "guided_choice"),
+    (COMPLETIONS, {"logprobs": 0}, "unsupported_parameter", "logprobs"),
+    (COMPLETIONS, {"prompt": None}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": []}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": [""]}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": 5}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": [1, 260]}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": ["a", "b"]}, "unsupported_parameter", "prompt"),
+    (COMPLETIONS, {"prompt": [97] * 512}, "context_length_exceeded", "prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "fields", "code", "param"), BAD_REQUESTS)
+def test_a_bad_request_is_a_400_that_names_the_field(
+    client: httpx.Client, path: str, fields: dict[str, Any], code: str, param: str, stream: bool
+) -> None:
+    if "stream_options" in fields and not stream:
+        param = "stream_options.include_usage"
+    body = {**(HELLO if path == CHAT else ONCE), **fields, "stream": stream}
+    response = client.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, code, param)
+    assert error["type"] == "invalid_request_error"
+    if code == "context_length_exceeded":
+        assert (error["n_ctx"], error["n_prompt_tokens"] >= 512) == (512, True)
+
+
+def test_stream_options_need_a_stream(client: httpx.Client) -> None:
+    response = client.post(CHAT, json={**HELLO, "stream_options": {"include_usage": True}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stream_options")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'{"temperature": NaN}', b"\xff", b'{"prompt": "\\ud800"}', b"[" * 9999],
+)
+def test_what_is_not_json_is_invalid_json(client: httpx.Client, body: bytes) -> None:
+    response = client.post(COMPLETIONS, content=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
+
+
+def test_routes_answer_in_the_error_shape(client: httpx.Client) -> None:
+    for method, path, status, code in (
+        ("GET", "/completion", 404, "unknown_url"),
+        ("GET", CHAT + "/", 404, "unknown_url"),
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+    ):
+        response = client.request(method, path)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert ("Allow" in response.headers) == (status == 405)
+        assert response.headers["X-Request-Id"]
+
+
+def test_a_body_over_the_limit_is_refused() -> None:
+    with serving(limits=Limits(max_body_bytes=1000)) as client:
+        for content in (b"x" * 5_000_000, iter([b"x" * 600] * 2)):
+            response = client.post(COMPLETIONS, content=content)
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "request_too_large"
+        ask(client, COMPLETIONS, ONCE)
+
+
+def test_keys_guard_all_but_the_public_routes() -> None:
+    with serving(api_keys=["one", "zwei é"]) as client:
+        for header in ({}, {"Authorization": "Bearer on"}, {"Authorization": "Basic one"}):
+            response = client.get("/v1/models", headers=header)
+            assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert response.json()["error"]["type"] == "authentication_error"
+        for good in ({"Authorization": "Bearer one"}, {"X-Api-Key": "zwei é".encode()}):
+            assert client.get("/v1/models", headers=good).status_code == 200  # type: ignore[arg-type]
+        for path in ("/health", "/v1/health", "/livez", "/ping"):
+            assert client.get(path).status_code == 200
+
+
+def test_an_unhealthy_mesh_refuses_new_requests() -> None:
+    reasons: list[str | None] = [LOADING]
+    with serving(health=lambda: reasons[-1]) as client:
+        for reason, code in ((LOADING, "loading"), ("stage 1 is down", "stage_unavailable")):
+            reasons.append(reason)
+            for response in (client.get("/health"), client.post(CHAT, json=HELLO)):
+                assert response.status_code == 503
+                assert response.json()["error"]["code"] == code
+                assert 1 <= int(response.headers["Retry-After"]) <= 60
+            assert client.get("/livez").status_code == 200
+        reasons.append(None)
+        assert client.get("/health").json() == {"status": "ok", "exact": True}
+
+
+class Broken:
+    """Fails the step at which the lane's position ``position`` is computed, once."""
+
+    def __init__(self, position: int):
+        self.position = position
+        self.has_failed = False
+
+    def __call__(self, batch: StepBatch) -> None:
+        if self.position in batch.positions and not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("/secret/path")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_before_any_output_is_a_500_and_the_next_request_works(stream: bool) -> None:
+    with serving(FakePipeline(on_step=Broken(0))) as client:
+        response = client.post(CHAT, json={**HELLO, "stream": stream})
+        assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
+        assert response.json()["error"]["code"] == "engine_error"
+        assert "secret" not in response.text
+        ask(client, CHAT, HELLO)
+
+
+def test_a_failure_after_output_is_an_error_event() -> None:
+    with serving(FakePipeline(on_step=Broken(8))) as client:
+        *content, last = chunks(client, COMPLETIONS, ONCE, stream_options={"include_usage": True})
+        assert last["error"]["code"] == "engine_error"
+        assert len(content) == 4
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in content)
+
+
+def test_a_closing_engine_refuses_new_requests() -> None:
+    engine = new_engine(FakePipeline())
+    with serving(engine=engine) as client:
+        engine.close()
+        response = client.post(CHAT, json=HELLO)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+
+
+def test_a_reply_that_has_begun_is_never_begun_again() -> None:
+    async def breaks_midway(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("midway")
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "path": "/", "headers": []}
+    with pytest.raises(RuntimeError, match="midway"):
+        asyncio.run(Edge(breaks_midway)(scope, receive, send))
+    assert [message["type"] for message in sent] == ["http.response.start"]
+
+
+def test_a_fault_of_the_gateway_is_a_500_in_the_error_shape() -> None:
+    def health() -> str | None:
+        raise KeyError("/secret/path")
+
+    with serving(health=health) as client:
+        response = client.post(CHAT, json=HELLO, headers={"X-Request-Id": "mine"})
+        assert (response.status_code, response.headers["X-Request-Id"]) == (500, "mine")
+        assert response.json()["error"]["code"] == "internal_error"
+        assert "secret" not in response.text

@@ -1,0 +1,206 @@
+"""Events to text: nothing may be lost, repeated, or shown too early, wherever tokens are cut."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from skippy_mesh.gateway.schemas import Delta
+from skippy_mesh.gateway.streaming import (
+    Choice,
+    Limits,
+    StopMatcher,
+    TokenStream,
+    all_deltas,
+    next_delta,
+)
+from skippy_mesh.messages import FinishReason, TokenEvent
+from stages.fake import EOS, FakeTokenizer
+
+# A tiny alphabet makes overlaps and near misses common.
+stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+pieces_lists = st.lists(st.text("abc", max_size=4), max_size=8)
+
+
+def event(token: int | None, reason: FinishReason | None = None) -> TokenEvent:
+    return TokenEvent(request_id="r", token_id=token, finish_reason=reason)
+
+
+def deltas_of(choice: Choice, events: Sequence[TokenEvent]) -> list[Delta]:
+    return [delta for each in events if (delta := choice.push(each)) is not None]
+
+
+def first_match(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """The rule in words: the earliest place wins, there the longest stop string."""
+    for place in range(len(text)):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text.startswith(stop, place):
+                return place, stop
+    return None
+
+
+@given(stop_lists, pieces_lists)
+@example(["ab", "abc"], ["a", "bc"])
+@example(["aab"], ["aa", "ab"])
+def test_stop_strings_are_cut_exactly_and_nothing_is_held_too_long(
+    stops: list[str], pieces: list[str]
+) -> None:
+    matcher = StopMatcher(stops)
+    seen = shown = ""
+    for piece in pieces:
+        seen += piece
+        shown += matcher.feed(piece)
+        match = first_match(seen, stops)
+        if match is not None:
+            assert (shown, matcher.matched) == (seen[: match[0]], match[1])
+            return
+        assert matcher.matched is None
+        held = max(
+            size
+            for size in range(len(seen) + 1)
+            if any(stop.startswith(seen[len(seen) - size :]) and size < len(stop) for stop in stops)
+        )
+        assert shown == seen[: len(seen) - held]
+    assert shown + matcher.flush() == seen
+
+
+@given(stop_lists, pieces_lists)
+def test_a_kept_stop_string_ends_the_text(stops: list[str], pieces: list[str]) -> None:
+    matcher = StopMatcher(stops, keeps_stop=True)
+    shown = ""
+    for piece in pieces:
+        shown += matcher.feed(piece)
+        if matcher.matched is not None:
+            assert shown.endswith(matcher.matched)
+            assert first_match(shown, [matcher.matched]) == (
+                len(shown) - len(matcher.matched),
+                matcher.matched,
+            )
+            return
+
+
+@given(st.binary(max_size=40))
+@example("a🦜漢".encode())
+@example("🦜".encode()[:3])
+@example(b"\xff\xf0\x9f")
+def test_joined_deltas_are_the_bytes_decoded_at_once(data: bytes) -> None:
+    choice = Choice(FakeTokenizer())
+    deltas = deltas_of(choice, [*map(event, data), event(EOS, "stop")])
+    assert "".join(delta.text for delta in deltas) == data.decode(errors="replace")
+    assert [token for delta in deltas for token in delta.token_ids] == [*data, EOS]
+    assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["stop"]
+    assert choice.num_tokens == len(data) + 1
+
+
+def test_an_incomplete_character_is_not_shown_before_it_is_whole() -> None:
+    deltas = deltas_of(Choice(FakeTokenizer()), [event(byte) for byte in "é🦜".encode()])
+    assert [(delta.text, len(delta.token_ids)) for delta in deltas] == [("é", 2), ("🦜", 4)]
+
+
+def test_a_stop_string_across_tokens_ends_the_choice() -> None:
+    choice = Choice(FakeTokenizer(), stops=["END"])
+    deltas = deltas_of(choice, [event(byte) for byte in b"so END"])
+    assert "".join(delta.text for delta in deltas) == "so "
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "END")
+    assert choice.num_tokens == 6, "the tokens of the stop string were sampled too"
+
+
+def test_held_text_is_released_when_the_end_comes_first() -> None:
+    choice = Choice(FakeTokenizer(), stops=["END"])
+    deltas = deltas_of(choice, [event(ord("E")), event(ord("N"), "length")])
+    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("EN", "length")]
+
+
+def test_a_stop_string_finished_by_the_last_token_is_a_stop() -> None:
+    choice = Choice(FakeTokenizer(), stops=["EN"])
+    deltas = deltas_of(choice, [event(ord("E")), event(ord("N"), "length")])
+    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("", "stop")]
+
+
+def test_only_a_stop_token_of_the_client_is_named() -> None:
+    for token, named in ((EOS, None), (ord("x"), ord("x"))):
+        (delta,) = deltas_of(Choice(FakeTokenizer()), [event(token, "stop")])
+        assert (delta.text, delta.stop_reason) == ("", named)
+
+
+def test_events_of_another_thread_arrive_in_order_and_end_once() -> None:
+    data = ("one two 🦜 " * 20).encode()
+    calls: list[str] = []
+
+    async def read() -> Delta:
+        tokens = TokenStream(
+            Limits(), abort=lambda: calls.append("abort"), on_end=lambda: calls.append("end")
+        )
+
+        def produce() -> None:
+            for byte in data:
+                tokens.put(event(byte))
+            tokens.put(event(EOS, "stop"))
+
+        producer = threading.Thread(target=produce)
+        producer.start()
+        whole = await all_deltas(tokens, Choice(FakeTokenizer()))
+        tokens.close()
+        producer.join()
+        return whole
+
+    assert asyncio.run(read()).text == data.decode()
+    assert calls == ["end"], "an ended request is not aborted"
+
+
+def test_closing_early_aborts() -> None:
+    calls: list[str] = []
+
+    async def leave() -> None:
+        tokens = TokenStream(
+            Limits(), abort=lambda: calls.append("abort"), on_end=lambda: calls.append("end")
+        )
+        tokens.put(event(65))
+        await next_delta(tokens, Choice(FakeTokenizer()))
+        tokens.close()
+
+    asyncio.run(leave())
+    assert calls == ["abort"]
+
+
+def test_waiting_may_be_given_up_without_losing_text() -> None:
+    async def impatient() -> str:
+        tokens = TokenStream(Limits(), abort=lambda: None, on_end=lambda: None)
+        choice = Choice(FakeTokenizer())
+        first, second = "é".encode()
+        tokens.put(event(first))
+        try:
+            async with asyncio.timeout(0.01):
+                await next_delta(tokens, choice)
+        except TimeoutError:
+            tokens.put(event(second))
+        return (await next_delta(tokens, choice)).text
+
+    assert asyncio.run(impatient()) == "é"
+
+
+def test_only_a_reader_that_leaves_the_buffer_full_is_stalled() -> None:
+    async def stalls(*, reads: bool) -> bool:
+        limits = Limits(max_pending=4, stall_timeout_s=0.03)
+        tokens = TokenStream(limits, abort=lambda: None, on_end=lambda: None)
+        for _ in range(4):
+            tokens.put(event(65))
+        await asyncio.sleep(0)
+        if reads:
+            await tokens.get()
+        await asyncio.sleep(0.06)
+        return tokens.stalled.is_set()
+
+    assert asyncio.run(stalls(reads=False))
+    assert not asyncio.run(stalls(reads=True))
+
+
+def test_an_event_after_the_loop_has_closed_does_not_reach_the_engine_as_an_error() -> None:
+    async def make() -> TokenStream:
+        return TokenStream(Limits(), abort=lambda: None, on_end=lambda: None)
+
+    asyncio.run(make()).put(event(65))

@@ -1,0 +1,150 @@
+"""Frames survive the trip, and nothing but a valid frame gets in."""
+
+from __future__ import annotations
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skippy_mesh import wire
+from skippy_mesh.errors import InvalidBatchError, RequestError
+from skippy_mesh.messages import Copy, Remove, SamplingParams, StepBatch
+
+lanes = st.integers(0, 255)
+int32 = st.integers(-(2**31), 2**31 - 1)
+operations = st.one_of(
+    st.builds(Copy, lanes, lanes, int32, int32), st.builds(Remove, lanes, int32, int32)
+)
+sampling = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    top_k=st.integers(-1, 1000),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    suppressed_ids=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
+)
+rows = st.lists(st.tuples(lanes, int32, int32, st.booleans()), max_size=40)
+
+
+def batch_of(epoch, step_id, operations, rows, new_lanes, forgotten):
+    columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
+    return StepBatch(
+        epoch=epoch,
+        step_id=step_id,
+        operations=tuple(operations),
+        lanes=columns[0],
+        positions=columns[1],
+        tokens=columns[2],
+        samples=columns[3],
+        new_lanes=new_lanes,
+        forgotten_lanes=tuple(forgotten),
+    )
+
+
+batches = st.builds(
+    batch_of,
+    st.integers(0, 2**40),
+    st.integers(0, 2**40),
+    st.lists(operations, max_size=5),
+    rows,
+    st.dictionaries(lanes, sampling, max_size=3),
+    st.lists(lanes, max_size=3),
+)
+EXAMPLE = batch_of(
+    3, 7, [Copy(1, 2, 0, 5), Remove(4)], [(0, 5, 9, True), (1, 0, 4, False)],
+    {0: SamplingParams(temperature=1.0, seed=-5, suppressed_ids=(1, 2))}, [9],
+)  # fmt: skip
+
+
+@given(batches)
+def test_a_step_survives_the_wire(batch):
+    assert wire.decode_step(wire.encode_step(batch)) == batch
+
+
+def test_activations_survive_the_wire_bit_for_bit():
+    rows = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
+    rows[0, :4] = [-0.0, 1e-45, 3.4e38, -1e-38]
+    epoch, step_id, back = wire.decode_activations(wire.encode_activations(2, 9, rows))
+    assert (epoch, step_id) == (2, 9)
+    assert np.array_equal(back.view(np.uint32), rows.view(np.uint32))
+
+
+def test_a_strided_view_is_sent_as_what_it_shows():
+    rows = np.arange(64, dtype=np.float32).reshape(8, 8)[::2, ::2]
+    assert np.array_equal(wire.decode_activations(wire.encode_activations(0, 0, rows))[2], rows)
+
+
+@pytest.mark.parametrize("kind", ["step", "activations"])
+def test_every_truncation_is_refused(kind):
+    frame, decode = (
+        (wire.encode_step(EXAMPLE), wire.decode_step)
+        if kind == "step"
+        else (wire.encode_activations(0, 0, np.ones((3, 4), np.float32)), wire.decode_activations)
+    )
+    for length in range(len(frame)):
+        with pytest.raises(InvalidBatchError):
+            decode(frame[:length])
+
+
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_a_flipped_byte_never_raises_anything_else(at, flip):
+    frame = bytearray(wire.encode_step(EXAMPLE))
+    frame[at % len(frame)] ^= flip
+    try:
+        batch = wire.decode_step(bytes(frame))
+    except InvalidBatchError:
+        return
+    assert {len(c) for c in (batch.lanes, batch.positions, batch.tokens)} == {len(batch.samples)}
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data):
+    with pytest.raises(InvalidBatchError):
+        wire.decode_step(data)
+
+
+def edited(frame: bytes, index: int, value: object) -> bytes:
+    fields = msgpack.unpackb(frame, raw=False)
+    fields[index] = value
+    return msgpack.packb(fields, use_bin_type=True)
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "reason"),
+    [
+        (0, 2, "version 2, this stage speaks 1"),
+        (1, wire.KIND_ACTIVATIONS, "kind"),
+        (2, "0", "expected an integer"),
+        (4, [["r", 0, 0, -1]] * (wire.MAX_OPERATIONS + 1), "operations"),
+        (5, b"\0" * 4, "a column of 1 for 2 rows"),
+        (5, b"\0" * 7, "malformed"),
+        (8, b"\0\2", "sample flag"),
+    ],
+)
+def test_a_bad_field_is_refused_by_name(index, value, reason):
+    with pytest.raises(InvalidBatchError, match=reason):
+        wire.decode_step(edited(wire.encode_step(EXAMPLE), index, value))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2**31, 0), (wire.MAX_ROWS + 1, 1), (-1, -12)])
+def test_a_shape_that_does_not_match_its_payload_is_refused(shape):
+    frame = wire.encode_activations(0, 0, np.ones((3, 4), np.float32))
+    with pytest.raises(InvalidBatchError):
+        wire.decode_activations(edited(edited(frame, 4, shape[0]), 5, shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1), ("temperature", 2.1), ("temperature", float("nan")),
+        ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.5), ("top_k", -2),
+        ("seed", 2**63), ("seed", -(2**63) - 1),
+    ],
+)  # fmt: skip
+def test_sampling_parameters_out_of_range_name_the_field(field, value):
+    with pytest.raises(RequestError, match=field) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
