@@ -166,8 +166,10 @@ async def closed_loop(
             until_s = start_s + send_s + drain_s
             records.append(await send(client, workload, index, scheduled_s=now_s, until_s=until_s))
 
-    # No proxy from the environment and no pool limit: the client must not queue by itself.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # No proxy from the environment and no pool limit: the client must not queue by itself. Each
+    # request has its own connection: a kept one may be closed by the server at the very moment it
+    # is used again, which would count as a failure that no user would see.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with (
         httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client,
         asyncio.TaskGroup() as clients,

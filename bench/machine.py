@@ -6,7 +6,6 @@ import hashlib
 import os
 import platform
 import subprocess
-import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -30,21 +29,6 @@ def machine_facts() -> dict[str, object]:
         "memory_bytes": int(memory.split()[0]) * 1024 if memory else None,
         "kernel": platform.release(),
     }
-
-
-def busy_share(over_s: float = 1.0) -> float:
-    """How much of all cores is in use while this process sleeps: before a point, by others."""
-
-    def times() -> tuple[int, int]:
-        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-        user, nice, system, idle, iowait, *rest = map(int, words)
-        busy = user + nice + system + sum(rest)
-        return busy, busy + idle + iowait
-
-    busy, total = times()
-    time.sleep(over_s)
-    busy_after, total_after = times()
-    return (busy_after - busy) / max(1, total_after - total)
 
 
 def versions() -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""Start a server as a child process, watch its memory, and end exactly what it started."""
+"""Start a server as a child process, watch it, and end exactly what it started."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from bench.processes import ProcessTree, Watch
 from skippy_mesh.cli import demo_path
 from skippy_mesh.errors import RuntimeUnavailableError, UsageError
 
 READY_LINE = "skippy_mesh ready on "
 SAMPLE_S = 0.2
 STOP_S = 20.0
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# In the command lines of Ray's daemons, agents and waiting workers; a live actor shows its class.
-RAYS_OWN = (b"packages/ray/", b"ray::IDLE", b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
 
 
 def model_path(model: str) -> Path:
@@ -53,100 +51,6 @@ def llama_server_command(
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """A pid and its start time (ticks after boot), so that a reused pid is not mistaken for it."""
-
-    pid: int
-    started: int
-
-
-def read_stat(pid: int) -> tuple[int, int] | None:
-    """(parent pid, start time); None once it is gone, and a zombie is gone."""
-    try:
-        # The name may hold spaces and brackets: fields are counted from its last bracket.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else (int(fields[1]), int(fields[19]))
-
-
-class ProcessTree:
-    """A process and all that came from it, orphans included as long as they were seen once."""
-
-    def __init__(self, root_pid: int):
-        stat = read_stat(root_pid)
-        self._known = {Process(root_pid, stat[1])} if stat else set()
-
-    def living(self) -> set[Process]:
-        pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
-        table = {pid: stat for pid in pids if (stat := read_stat(pid))}
-        found = {p.pid for p in self._known if table.get(p.pid, (0, -1))[1] == p.started}
-        while more := {pid for pid, (parent, _) in table.items() if parent in found} - found:
-            found |= more
-        self._known = {Process(pid, table[pid][1]) for pid in found}
-        return self._known
-
-
-def is_rays_own(pid: int) -> bool:
-    """Ray's daemons and idle workers, as against the driver and the actors of the mesh."""
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return any(mark in command for mark in RAYS_OWN)
-
-
-def rss_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
-    except OSError:
-        return 0  # it ended since it was listed
-
-
-def pss_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(ln.split()[1]) * 1024 for ln in lines if ln.startswith("Pss:")), 0)
-
-
-@dataclass(slots=True)
-class Peak:
-    """The most memory a group of processes held at once.
-
-    RSS counts a shared page once per process, Pss once in all; but reading Pss costs milliseconds
-    a process and would slow what is measured, so it is read only when RSS rose by over 1 %.
-    """
-
-    rss: int = 0
-    pss: int = 0
-    _rss_at_pss: float = 0.0
-
-    def see(self, pids: list[int]) -> None:
-        rss = sum(map(rss_bytes, pids))
-        self.rss = max(self.rss, rss)
-        if rss > self._rss_at_pss * 1.01:
-            self._rss_at_pss = rss
-            self.pss = max(self.pss, sum(map(pss_bytes, pids)))
-
-    def as_json(self) -> dict[str, int | None]:
-        return {"rss_bytes": self.rss or None, "pss_bytes": self.pss or None}
-
-
-@dataclass(slots=True)
-class Memory:
-    engine: Peak = field(default_factory=Peak)
-    ray: Peak = field(default_factory=Peak)
-
-    def see(self, tree: ProcessTree) -> None:
-        pids = [p.pid for p in tree.living()]
-        rays_own = {pid for pid in pids if is_rays_own(pid)}
-        self.engine.see([pid for pid in pids if pid not in rays_own])
-        self.ray.see(list(rays_own))
-
-
-@dataclass(frozen=True, slots=True)
 class Server:
     name: str
     url: str
@@ -161,23 +65,23 @@ class Server:
         return next((ln for ln in self.log_lines() if ln.startswith(READY_LINE)), None)
 
     @contextlib.contextmanager
-    def memory_watched(self) -> Iterator[Memory]:
-        """Peaks of this server's processes while the block runs, looked at every 0.2 s."""
-        memory, tree, over = Memory(), ProcessTree(self.pid), threading.Event()
+    def watched(self) -> Iterator[Watch]:
+        """Memory peaks and CPU of this server while the block runs, looked at every 0.2 s."""
+        watch, over = Watch(self.pid), threading.Event()
 
-        def look() -> None:
-            while True:
-                memory.see(tree)
-                if over.wait(SAMPLE_S):
-                    return
+        def keep_looking() -> None:
+            watch.look()
+            while not over.wait(SAMPLE_S):
+                watch.look()
 
-        watcher = threading.Thread(target=look, name="memory-watch", daemon=True)
+        watcher = threading.Thread(target=keep_looking, name="watch", daemon=True)
         watcher.start()
         try:
-            yield memory
+            yield watch
         finally:
             over.set()
             watcher.join()
+            watch.finish()
 
 
 def free_port() -> int:

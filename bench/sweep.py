@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.load import Workload, closed_loop
-from bench.machine import busy_share, commit, machine_facts, model_facts, versions
+from bench.machine import commit, machine_facts, model_facts, versions
 from bench.peers import find_peers
 from bench.records import Run, same_texts, summarise
 from bench.servers import Server, llama_server_command, mesh_command, model_path, running
@@ -104,10 +104,10 @@ def check_warm(server: Server, settings: Settings) -> None:
 
 
 def measure(settings: Settings, arm: str, level: int, round_: int) -> tuple[Run, dict[str, object]]:
-    command, busy = settings.command(arm, level), busy_share()
+    command = settings.command(arm, level)
     with running(arm, command) as server:
         check_warm(server, settings)
-        with server.memory_watched() as memory:
+        with server.watched() as watch:
             run = asyncio.run(
                 closed_loop(
                     server.url,
@@ -121,11 +121,11 @@ def measure(settings: Settings, arm: str, level: int, round_: int) -> tuple[Run,
         ready_line = server.ready_line()
     return run, {
         **describe(run, settings, level),
-        "peak_memory": {"engine": memory.engine.as_json(), "ray": memory.ray.as_json()},
+        "peak_memory": {"engine": watch.engine.as_json(), "ray": watch.ray.as_json()},
         # File names only: a result is published, the folders of a machine are not.
         "command": [Path(word).name if "/" in word else word for word in command],
         "ready_line": ready_line,
-        "machine_busy_before": busy,
+        "others_cpu_share": watch.others_cpu_share,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MAX_BUSY = 0.05  # of all cores, just before a point; above it the row says so
+MAX_OTHERS = 0.05  # of all cores, while a point ran; above it the row says so
 COLUMNS = {
     "N": 3, "arm": 12, "tok/s": 7, "ratio": 6, "TTFT p50/p99 ms": 15, "TPOT p50/p99 ms": 15,
     "E2E p50/p99 s": 13, "done/sent": 9, "open": 4, "client CPU": 10, "engine MB": 9,
@@ -36,8 +36,8 @@ def table_row(level: int, arm: str, point: dict[str, object], times: float | Non
         f"{number(point['client_cpu_share'], scale=100)} %",
         number(memory["engine"]["pss_bytes"] if isinstance(memory, dict) else None, scale=1e-6),
     ]  # fmt: skip
-    busy = point["machine_busy_before"]
+    others = point["others_cpu_share"]
     notes = [" cut by time"] if point["cut_by_time"] else []
-    if isinstance(busy, float) and busy > MAX_BUSY:
-        notes.append(f" others used {busy:.0%} of the machine")
+    if isinstance(others, float) and others > MAX_OTHERS:
+        notes.append(f" others used {others:.0%} of the machine")
     return align(cells) + ",".join(notes)

@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import ray
+from ray._private.gcs_utils import create_gcs_channel
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 # Activations are the only large objects, and each lives for one step.
 _OBJECT_STORE_BYTES = 256 * 2**20
 _PLACEMENT_TIMEOUT_S = 600.0
+_CONNECT_TIMEOUT_S = 10.0
 # A decode must not block a question about health, and one thread must own the context.
 _CONCURRENCY_GROUPS = {"step": 1, "control": 2, "health": 1}
 _GROUP_OF = {
@@ -33,7 +36,7 @@ _GROUP_OF = {
     "step": "step",
     "step_logits": "step",
     "close": "step",
-    "compute_seconds": "control",
+    "times": "control",
     "info": "health",
 }
 
@@ -53,6 +56,8 @@ def ray_cluster(*, address: str | None, num_cpus: int, namespace: str) -> Iterat
     }
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
+        if address:
+            _check_answers(address)
         ray.init(
             **({"address": address} if address else own),
             namespace=namespace,
@@ -66,6 +71,20 @@ def ray_cluster(*, address: str | None, num_cpus: int, namespace: str) -> Iterat
         yield
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries for minutes where nobody listens, and tells stderr line by line."""
+    host_port = address.removeprefix("ray://")
+    if ":" not in host_port:
+        return  # "auto" and the like: ray.init looks that up at once
+    channel = create_gcs_channel(host_port)
+    try:
+        grpc.channel_ready_future(channel).result(timeout=_CONNECT_TIMEOUT_S)
+    except grpc.FutureTimeoutError:
+        raise ConnectionError(f"no Ray answers there within {_CONNECT_TIMEOUT_S:g} s") from None
+    finally:
+        channel.close()
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="complete one prompt on stdout")
     _add_model_flags(generate)
-    generate.add_argument("-p", "--prompt", required=True, metavar="TEXT")
+    generate.add_argument("-p", "--prompt", required=True, type=_text, metavar="TEXT")
     generate.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="(64)")
     generate.add_argument("--temp", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
     generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off (0)")
@@ -76,6 +76,14 @@ def build_parser() -> argparse.ArgumentParser:
     cut.add_argument("--debug", action="store_true", help="show tracebacks")
     cut.set_defaults(run=run_slice)
     return parser
+
+
+def _text(argument: str) -> str:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("the text is not valid UTF-8") from None
+    return argument
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -110,14 +118,14 @@ def run_generate(args: argparse.Namespace) -> int:
     model = open_model(args.model)
     tokenizer = Tokenizer(str(model.paths[0]))
     prompt = tokenizer.encode(args.prompt, add_special=True, parse_special=True)
+    request = Request(
+        request_id="generate",
+        token_ids=tuple(prompt),
+        max_tokens=args.max_tokens,
+        sampling=sampling,
+        stop_token_ids=tokenizer.eog_ids,
+    )
     with open_engine(args, model) as (engine, _):
-        request = Request(
-            request_id="generate",
-            token_ids=tuple(prompt),
-            max_tokens=args.max_tokens,
-            sampling=sampling,
-            stop_token_ids=tokenizer.eog_ids,
-        )
         # A token may end inside a character: hold the bytes until it is whole.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces: list[str] = []
@@ -140,7 +148,7 @@ def run_generate(args: argparse.Namespace) -> int:
                     "finish_reason": reason,
                     "prompt_tokens": len(prompt),
                     "seed": seed,
-                    "cuts": list(cuts_of(args, model.num_layers)),
+                    "cuts": list(cuts_of(args, model)),
                 }
             )
         )
@@ -154,7 +162,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from stages.tokenizer import Tokenizer
 
     model = open_model(args.model)
-    cuts_of(args, model.num_layers)
+    cuts_of(args, model)
     with listen(args.host, args.port) as sock:
         tokenizer = Tokenizer(str(model.paths[0]))
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
@@ -166,7 +174,7 @@ def run_serve(args: argparse.Namespace) -> int:
                 model_name="demo" if args.model == "demo" else model.paths[0].stem,
                 health=check_alive,
                 api_keys=[key for key in args.api_key.split(",") if key],
-                num_stages=len(cuts_of(args, model.num_layers)) + 1,
+                num_stages=len(cuts_of(args, model)) + 1,
             )
     return 0
 
@@ -201,21 +209,22 @@ def demo_path() -> Path:
     )
 
 
-def cuts_of(args: argparse.Namespace, num_layers: int) -> tuple[int, ...]:
+def cuts_of(args: argparse.Namespace, model: ModelFile) -> tuple[int, ...]:
     """The inner borders that ``--cuts`` or ``--stages`` ask for."""
     if args.cuts is None:
-        return even_cuts(num_layers, 1 if args.stages is None else args.stages)
+        cuts = even_cuts(model.num_layers, 1 if args.stages is None else args.stages)
+        return check_cuts(model.family, model.facts, cuts)
     try:
         cuts = tuple(int(part) for part in args.cuts.split(","))
     except ValueError:
         raise UsageError(f"--cuts takes layer numbers like 5,11, got {args.cuts!r}") from None
     if args.stages is not None and args.stages != len(cuts) + 1:
         raise UsageError(f"--cuts {args.cuts} makes {len(cuts) + 1} stages, not {args.stages}")
-    return check_cuts(num_layers, cuts)
+    return check_cuts(model.family, model.facts, cuts)
 
 
 def stage_specs(args: argparse.Namespace, model: ModelFile) -> list[StageSpec]:
-    borders = (0, *cuts_of(args, model.num_layers), model.num_layers)
+    borders = (0, *cuts_of(args, model), model.num_layers)
     context = ContextConfig(
         num_cells=args.ctx_size,
         num_lanes=1,
@@ -289,8 +298,21 @@ def main(argv: Sequence[str]) -> int:
             raise
         print(f"skippy-mesh: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        # The reader has left (`| head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if is_debug:
+            raise
+        reason = " ".join(str(error).split())
+        print(
+            f"skippy-mesh: unexpected {type(error).__name__}: {reason} (--debug says where)",
+            file=sys.stderr,
+        )
+        return 1
 
 
 def entry() -> NoReturn:

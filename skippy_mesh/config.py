@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from skippy_mesh.errors import UsageError
 from skippy_mesh.messages import MAX_LANES
 
+MAX_THREADS = 512  # GGML_MAX_N_THREADS; more is a native assert
 KV_TYPES = ("q8_0", "bf16", "f16", "f32")
+MAX_CELLS = 2**31 - 1
+"""llama.cpp counts positions in 32 bits; more would wrap around to a small pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +30,15 @@ class ContextConfig:
     num_threads: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_cells < 1:
-            raise UsageError(f"the context needs at least 1 cell, got {self.num_cells}")
+        if not 1 <= self.num_cells <= MAX_CELLS:
+            raise UsageError(f"the context takes from 1 to {MAX_CELLS} cells, got {self.num_cells}")
         if not 1 <= self.num_lanes <= MAX_LANES:
             raise UsageError(f"lanes must be from 1 to {MAX_LANES}, got {self.num_lanes}")
-        if self.max_rows < 1 or self.num_threads < 1:
+        if self.max_rows < 1:
+            raise UsageError(f"a step needs at least 1 row, got {self.max_rows}")
+        if not 1 <= self.num_threads <= MAX_THREADS:
             raise UsageError(
-                f"rows per step and threads must be at least 1, "
-                f"got {self.max_rows} and {self.num_threads}"
+                f"threads per stage must be from 1 to {MAX_THREADS}, got {self.num_threads}"
             )
         if self.kv_type not in KV_TYPES:
             raise UsageError(f"KV type {self.kv_type!r} is not one of {', '.join(KV_TYPES)}")

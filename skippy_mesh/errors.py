@@ -8,7 +8,7 @@
     │   ├── UnsupportedModelError no proven way to cut this architecture
     │   └── NoSpaceError          the disk cannot hold the slice
     ├── RuntimeUnavailableError   llama.cpp or Ray does not work on this machine
-    ├── RequestError              HTTP 400: this request can never be served as it is
+    ├── RequestError              HTTP 400 or exit 2: it can never be served as it is
     └── StageError                one step failed on one stage
         ├── InvalidBatchError     refused before the library saw it; nothing changed
         ├── NoRoomError           no free cells; nothing changed, the caller may free and retry
@@ -51,6 +51,8 @@ class RequestError(SkippyError):
     ``param`` names the offending field, ``code`` is the machine-readable reason of the HTTP
     error body.
     """
+
+    exit_code = 2
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value"):
         super().__init__(message)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from skippy_mesh.errors import InvalidBatchError
 
 Floats = npt.NDArray[np.float32]
+_FLOAT_POINTER = ctypes.POINTER(ctypes.c_float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,5 +99,5 @@ class BatchBuffer:
         inputs = np.require(rows.inputs, np.float32, ["C", "A", "W", "O"])
         self._inputs = inputs
         self.native.n_tokens = count
-        self.native.embd = inputs.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        self.native.embd = ctypes.cast(inputs.ctypes.data, _FLOAT_POINTER)
         return inputs

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,10 @@ from stages.batch import BatchBuffer, Floats, Rows, check_rows
 from stages.native import address_of, ggml_base, last_error, load_library, tap_library
 
 _KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}  # enum ggml_type
+_BYTES_PER_VALUE = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
+_BYTES_PER_CELL = 48  # llama.cpp's own record of a cell: position, shift, 256 sequence bits
 _FLASH_ATTENTION_ON = 1
+_NO_ROWS = np.empty((0, 0), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,19 @@ class StageContext:
     """A slice of a model with its KV pool.
 
     ``is_last`` decides what :meth:`decode` returns: logits on the last stage, the last layer's
-    hidden states on any other. ``can_repack`` False keeps llama.cpp from rearranging weights for
-    this CPU (slower; the fallback of :mod:`stages.probe`).
+    hidden states on any other. ``scaled_input`` names the graph node over which the rows are
+    written unscaled (a later stage of a family that scales its input). ``can_repack`` False keeps
+    llama.cpp from rearranging weights for this CPU (slower; the fallback of :mod:`stages.probe`).
     """
 
     def __init__(
-        self, path: Path, config: ContextConfig, *, is_last: bool, can_repack: bool = True
+        self,
+        path: Path,
+        config: ContextConfig,
+        *,
+        is_last: bool,
+        scaled_input: str = "",
+        can_repack: bool = True,
     ):
         load_library()
         self._owner = threading.get_ident()
@@ -59,7 +70,9 @@ class StageContext:
         self.num_layers: int = llama_cpp.llama_model_n_layer(self._model)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.num_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
-        self._tap = None if is_last else _new_tap(f"l_out-{self.num_layers - 1}")
+        self._restores_input = bool(scaled_input)
+        last = "" if is_last else f"l_out-{self.num_layers - 1}"
+        self._tap = _new_tap(last, scaled_input) if last or scaled_input else None
         rss_before = _rss_bytes()
         self._context = self._new_context(config)
         self._context_bytes = _rss_bytes() - rss_before
@@ -70,15 +83,18 @@ class StageContext:
         self.max_rows: int = min(
             llama_cpp.llama_n_batch(self._context), llama_cpp.llama_n_ubatch(self._context)
         )
+        self.native_s = 0.0  # spent inside llama_decode, in all
         self._next_positions = [0] * self.num_lanes
         self._buffer = BatchBuffer(self.max_rows)
+        self._logits_buffer = np.empty((0, self.num_vocab), np.float32)
 
     def decode(self, rows: Rows) -> Floats:
         """Compute ``rows`` in one micro-batch.
 
-        Returns a fresh array: on the last stage float32 ``[n_outputs, n_vocab]``, one row for each
-        flagged row in batch order; elsewhere ``[n_rows, n_embd]``. :class:`InvalidBatchError` and
-        :class:`NoRoomError` change nothing; :class:`DecodeError` has dropped the lanes it names.
+        On the last stage float32 ``[n_outputs, n_vocab]``, one row for each flagged row in batch
+        order, overwritten by the next decode; elsewhere a fresh ``[n_rows, n_embd]``.
+        :class:`InvalidBatchError` and :class:`NoRoomError` change nothing; :class:`DecodeError`
+        has dropped the lanes it names.
         """
         self._check_owner()
         reached = check_rows(
@@ -87,7 +103,9 @@ class StageContext:
         inputs = self._buffer.fill(rows, all_outputs=not self._is_last)
         if self._tap:
             tap_library().tap_begin(self._tap, inputs.ctypes.data, inputs.nbytes)
+        started = time.perf_counter()
         code = llama_cpp.llama_decode(self._context, self._buffer.native)
+        self.native_s += time.perf_counter() - started
         if code == 1:
             raise NoRoomError(
                 f"no free cells for {rows.num_rows} rows in a pool of {self.num_cells}"
@@ -99,7 +117,8 @@ class StageContext:
         for lane, position in reached.items():
             self._next_positions[lane] = position
         try:
-            return self._logits(rows) if self._is_last else self._tapped(rows.num_rows)
+            hidden = self._tapped(rows.num_rows) if self._tap else _NO_ROWS
+            return self._logits(rows) if self._is_last else hidden
         except RuntimeError as error:
             raise self._dropped(reached, str(error)) from error
 
@@ -151,6 +170,7 @@ class StageContext:
         return model
 
     def _new_context(self, config: ContextConfig) -> int:
+        self._check_fits(config)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = config.num_cells
         params.n_batch = params.n_ubatch = config.max_rows
@@ -173,31 +193,46 @@ class StageContext:
             )
         return context
 
+    def _check_fits(self, config: ContextConfig) -> None:
+        """llama.cpp touches all of a pool when it creates it: one beyond memory would not fail but
+        push every process of this machine out."""
+        head_width = self.num_embd // max(1, llama_cpp.llama_model_n_head(self._model))
+        num_values = 2 * self.num_layers * head_width * llama_cpp.llama_model_n_head_kv(self._model)
+        num_bytes = num_values * _BYTES_PER_VALUE[config.kv_type] + _BYTES_PER_CELL
+        need, free = int(config.num_cells * num_bytes), _available_bytes()
+        if free is not None and need > free:
+            raise RuntimeUnavailableError(
+                f"a context of {config.num_cells} cells ({config.kv_type} KV) takes "
+                f"{need >> 20} MiB and {free >> 20} MiB are free; try a smaller --ctx-size"
+            )
+
     def _logits(self, rows: Rows) -> Floats:
         flagged = [row for row, is_output in enumerate(rows.outputs) if is_output]
-        logits = np.empty((len(flagged), self.num_vocab), np.float32)
+        if len(flagged) > len(self._logits_buffer):
+            # Kept and reused: fresh pages for 200 KB a row cost more than the copy.
+            self._logits_buffer = np.empty((len(flagged), self.num_vocab), np.float32)
+        address, stride = self._logits_buffer.ctypes.data, self._logits_buffer.strides[0]
         for index, row in enumerate(flagged):
-            # By batch index: output rows are compact and may be reordered inside. Copied, because
-            # the next decode overwrites them.
+            # By batch index: output rows are compact and may be reordered inside.
             found = llama_cpp.llama_get_logits_ith(self._context, row)
             if not found:
                 raise RuntimeError(f"llama.cpp has no logits for row {row}: {last_error()}")
-            ctypes.memmove(logits[index].ctypes.data, found, logits.strides[0])
-        return logits
+            ctypes.memmove(address + index * stride, found, stride)
+        return self._logits_buffer[: len(flagged)]
 
     def _tapped(self, num_rows: int) -> Floats:
+        """The last layer's rows, none on the last stage. RuntimeError unless every node the tap
+        waits for came by exactly once: a node that llama.cpp renamed must not pass unseen."""
         llama_cpp.llama_synchronize(self._context)
-        num_bytes, num_fired, failed = ctypes.c_size_t(), ctypes.c_long(), ctypes.c_int()
-        address = tap_library().tap_rows(
-            self._tap, ctypes.byref(num_bytes), ctypes.byref(num_fired), ctypes.byref(failed)
-        )
-        expected = num_rows * self.num_embd * 4
-        if failed.value or num_fired.value != 1 or num_bytes.value != expected:
-            raise RuntimeError(
-                f"the tap gave {num_bytes.value} bytes in {num_fired.value} parts "
-                f"(state {failed.value}), expected {expected} in one"
-            )
-        hidden = np.empty((num_rows, self.num_embd), np.float32)
+        num_bytes, failed = ctypes.c_size_t(), ctypes.c_int()
+        num_fired, num_restored = ctypes.c_long(), ctypes.c_long()
+        references = map(ctypes.byref, (num_bytes, num_fired, num_restored, failed))
+        address = tap_library().tap_rows(self._tap, *references)
+        expected = 0 if self._is_last else num_rows * self.num_embd * 4
+        seen = (num_bytes.value, num_fired.value, num_restored.value, failed.value)
+        if seen != (expected, not self._is_last, self._restores_input, 0):
+            raise RuntimeError(f"the tap saw (bytes, rows, inputs, errors) {seen}")
+        hidden = np.empty((expected // (4 * self.num_embd), self.num_embd), np.float32)
         ctypes.memmove(hidden.ctypes.data, address, expected)
         return hidden
 
@@ -253,7 +288,7 @@ class StageContext:
             raise AssertionError("a context belongs to the thread that built it, until closed")
 
 
-def _new_tap(last: str) -> int:
+def _new_tap(last: str, restored: str) -> int:
     base = ggml_base()
     functions = (
         base.ggml_get_name,
@@ -261,9 +296,11 @@ def _new_tap(last: str) -> int:
         base.ggml_backend_tensor_get,
         base.ggml_backend_tensor_set,
     )
-    tap: int | None = tap_library().tap_new(*map(address_of, functions), last.encode(), b"")
+    tap: int | None = tap_library().tap_new(
+        *map(address_of, functions), last.encode(), restored.encode()
+    )
     if not tap:
-        raise RuntimeUnavailableError(f"the tap for {last} could not be created")
+        raise RuntimeUnavailableError(f"the tap for {last or restored} could not be created")
     return tap
 
 
@@ -274,3 +311,13 @@ def _rss_bytes() -> int:
     except OSError:
         return 0
     return int(fields[1]) * 4096
+
+
+def _available_bytes() -> int | None:
+    """Memory this machine can still give, None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None

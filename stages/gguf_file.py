@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippy_mesh.errors import ModelFileError, UnsupportedModelError
-from skippy_mesh.families import Family, family_of
+from skippy_mesh.families import Family, ModelFacts, family_of
 from stages.disk import content_digest, fingerprint
 from stages.gguf_format import Tensor, Value
 from stages.gguf_reader import read_header
@@ -85,6 +85,22 @@ class ModelFile:
             digest = content_digest(self.paths)
         self.check_unchanged()
         return digest
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """What the family's rules look at."""
+        own = f"{self.architecture}."
+        keys = {
+            key.removeprefix(own): value.decode()
+            for key, value in self.metadata.items()
+            if key.startswith(own)
+        }
+        return ModelFacts(
+            architecture=self.architecture,
+            num_layers=self.num_layers,
+            num_vocab=self.num_vocab,
+            keys=keys,
+        )
 
     @property
     def tensor_types(self) -> frozenset[str]:
@@ -198,7 +214,7 @@ def _describe(
 def _check_layers_alike(
     path: Path, metadata: Mapping[str, Value], family: Family, architecture: str
 ) -> None:
-    for key in (f"{architecture}.{key}" for key in family.cut_sensitive_keys):
+    for key in (f"{architecture}.{key}" for key in family.refused_keys):
         value = metadata[key].decode() if key in metadata else 0
         if any(value) if isinstance(value, list) else value:
             raise UnsupportedModelError(

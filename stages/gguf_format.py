@@ -7,7 +7,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -46,6 +46,10 @@ class Value:
     @classmethod
     def u32(cls, number: int) -> Value:
         return cls(GGUFValueType.UINT32, U32.pack(number))
+
+    @classmethod
+    def bools(cls, items: Sequence[bool]) -> Value:
+        return cls(GGUFValueType.ARRAY, _ARRAY.pack(GGUFValueType.BOOL, len(items)) + bytes(items))
 
     @classmethod
     def text(cls, text: str) -> Value:

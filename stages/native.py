@@ -91,6 +91,7 @@ def tap_library() -> ctypes.CDLL:
         pointer,
         ctypes.POINTER(ctypes.c_size_t),
         ctypes.POINTER(ctypes.c_long),
+        ctypes.POINTER(ctypes.c_long),
         ctypes.POINTER(ctypes.c_int),
     ]
     return tap

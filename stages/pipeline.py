@@ -15,7 +15,7 @@ from skippy_mesh.errors import SkippyError, StageError
 from skippy_mesh.messages import StepBatch, StepResult
 from skippy_mesh.wire import encode_step
 from stages.batch import Floats
-from stages.worker import StageInfo, StageWorker
+from stages.worker import StageInfo, StageTimes, StageWorker
 
 
 class LocalPipeline:
@@ -26,10 +26,14 @@ class LocalPipeline:
         self.infos: list[StageInfo] = [worker.load() for worker in workers]
 
     def forward(self, batch: StepBatch) -> StepResult:
-        return self._workers[-1].sample(batch, self.logits(batch))
+        return self._workers[-1].sample(batch, self._compute(batch))
 
     def logits(self, batch: StepBatch) -> Floats | None:
         """float32 ``[n_sampled, n_vocab]``, or None for a batch without rows."""
+        logits = self._compute(batch)
+        return None if logits is None else logits.copy()
+
+    def _compute(self, batch: StepBatch) -> Floats | None:
         hidden: Floats | None = None
         for worker in self._workers:
             hidden = worker.compute(batch, hidden)
@@ -58,6 +62,11 @@ class RayPipeline:
     def logits(self, batch: StepBatch) -> Floats | None:
         found: Floats | None = self._run(batch, "step_logits")
         return found
+
+    def busy_seconds(self) -> float:
+        """What all stages have spent inside their steps since the start."""
+        times: list[StageTimes] = ray.get([actor.times.remote() for actor in self.actors])
+        return sum(stage.busy_s for stage in times)
 
     def check_alive(self) -> str | None:
         """None if every stage answers, else which one does not."""

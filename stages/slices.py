@@ -20,6 +20,7 @@ from typing import BinaryIO
 from gguf import GGMLQuantizationType
 
 from skippy_mesh.errors import ModelFileError, UsageError
+from skippy_mesh.families import check_slice
 from stages.disk import cache_dir, write_whole
 from stages.gguf_file import TOKEN_EMBD, ModelFile, reading, split_block_name
 from stages.gguf_format import Tensor, Value, aligned, encode_header
@@ -69,11 +70,7 @@ class _Plan:
 
     @classmethod
     def of(cls, model: ModelFile, lo: int, hi: int) -> _Plan:
-        if not 0 <= lo < hi <= model.num_layers:
-            raise UsageError(
-                f"layers {lo}:{hi} cannot be cut from a model of {model.num_layers} layers: "
-                f"choose LO:HI with 0 <= LO < HI <= {model.num_layers}"
-            )
+        check_slice(model.family, model.facts, lo, hi)
         tensors = tuple(_tensors(model, lo, hi))
         return cls(model, encode_header(_metadata(model, lo, hi), tensors), tensors)
 
@@ -143,6 +140,10 @@ def _metadata(model: ModelFile, lo: int, hi: int) -> dict[str, Value]:
     dense = f"{own}leading_dense_block_count"
     if dense in metadata:
         metadata[dense] = Value.u32(min(max(metadata[dense].decode() - lo, 0), hi - lo))
+    for key, value in model.family.slice_keys(model.facts, lo, hi).items():
+        metadata[f"{own}{key}"] = (
+            Value.bools(value) if isinstance(value, list) else Value.u32(value)
+        )
     metadata["tokenizer.ggml.model"] = Value.text("no_vocab")
     return metadata
 

@@ -36,6 +36,7 @@ typedef struct {
     size_t rows_bytes;
     size_t rows_capacity;
     long num_fired;
+    long num_restored;
     int failed;
 } tap_t;
 
@@ -65,12 +66,15 @@ void tap_begin(tap_t *tap, const void *input, size_t input_bytes) {
     tap->input_bytes = input_bytes;
     tap->rows_bytes = 0;
     tap->num_fired = 0;
+    tap->num_restored = 0;
     tap->failed = TAP_OK;
 }
 
-const void *tap_rows(const tap_t *tap, size_t *num_bytes, long *num_fired, int *failed) {
+const void *tap_rows(const tap_t *tap, size_t *num_bytes, long *num_fired, long *num_restored,
+                     int *failed) {
     *num_bytes = tap->rows_bytes;
     *num_fired = tap->num_fired;
+    *num_restored = tap->num_restored;
     *failed = tap->failed;
     return tap->rows;
 }
@@ -96,6 +100,7 @@ bool tap_eval(void *tensor, bool ask, void *user_data) {
     if (is_restored) {
         if (size == tap->input_bytes) {
             tap->set(tensor, tap->input, 0, size);
+            tap->num_restored++;
         } else {
             tap->failed = TAP_WRONG_SIZE;
         }

@@ -46,6 +46,14 @@ class StageInfo:
     process_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds inside ``step`` in all, and the part of them inside ``llama_decode``."""
+
+    busy_s: float
+    native_s: float
+
+
 class StageWorker:
     """Built cheaply; :meth:`load` does the work, on the thread that will run the steps."""
 
@@ -57,7 +65,7 @@ class StageWorker:
         self._epoch = -1
         self._next_step = 0
         self._info: StageInfo | None = None
-        self._compute_s = 0.0
+        self._busy_s = 0.0
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -72,7 +80,13 @@ class StageWorker:
         repack = can_repack()
         model = ModelFile.open(spec.model_path)
         path = cached_slice(model, spec.first_layer, spec.end_layer, progress)
-        context = StageContext(path, spec.context, is_last=spec.is_last, can_repack=repack)
+        context = StageContext(
+            path,
+            spec.context,
+            is_last=spec.is_last,
+            scaled_input="" if spec.is_first else model.family.scaled_input,
+            can_repack=repack,
+        )
         if spec.is_first:
             self._embedding = Embedding(model)
         self._context = context
@@ -99,7 +113,6 @@ class StageWorker:
         context = self._loaded()
         self._check_order(batch)
         self._check_columns(batch)
-        started = time.perf_counter()
         for operation in batch.operations:
             context.apply(operation)
         output = None
@@ -108,7 +121,6 @@ class StageWorker:
                 Rows(batch.lanes, batch.positions, batch.samples, self._inputs(batch, hidden))
             )
         self._next_step = batch.step_id + 1
-        self._compute_s += time.perf_counter() - started
         return output
 
     def sample(self, batch: StepBatch, logits: Floats | None) -> StepResult:
@@ -125,8 +137,11 @@ class StageWorker:
 
     def step(self, frame: bytes, activations: bytes | None = None) -> bytes | StepResult | None:
         """:meth:`compute` (and on the last stage :meth:`sample`) over the wire's frames."""
+        started = time.perf_counter()
         batch, output = self._compute_frames(frame, activations)
-        return self.sample(batch, output) if self.spec.is_last else self._frame_of(batch, output)
+        answer = self.sample(batch, output) if self.spec.is_last else self._frame_of(batch, output)
+        self._busy_s += time.perf_counter() - started
+        return answer
 
     def step_logits(self, frame: bytes, activations: bytes | None = None) -> Any:
         """Like :meth:`step`, but the last stage answers its logits: the instrument of proofs."""
@@ -137,8 +152,9 @@ class StageWorker:
         """The snapshot taken at load; None before. Never waits for a running step."""
         return self._info
 
-    def compute_seconds(self) -> float:
-        return self._compute_s
+    def times(self) -> StageTimes:
+        """What :meth:`step` has cost since the start."""
+        return StageTimes(busy_s=self._busy_s, native_s=self._loaded().native_s)
 
     def close(self) -> None:
         self._sampler.clear()

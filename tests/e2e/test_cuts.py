@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from skippy_mesh.config import ContextConfig, StageSpec
-from skippy_mesh.errors import UsageError
 from stages.gguf_file import ModelFile
 from stages.pipeline import LocalPipeline
 from stages.worker import StageWorker
 from tests.models import make_llama
 from tests.reference import Reference, assert_same_bits, mixed_steps
 
+# One thread: tiny models finish before a second one is awake.
 CONTEXT = ContextConfig(num_cells=2048, num_lanes=8, num_threads=1)
 
 
@@ -33,8 +33,9 @@ def specs_of(path, num_layers, cuts, context=CONTEXT):
     ]
 
 
-def logits_of(path, num_layers, cuts, steps):
-    pipeline = LocalPipeline([StageWorker(spec) for spec in specs_of(path, num_layers, cuts)])
+def logits_of(path, num_layers, cuts, steps, context=CONTEXT):
+    specs = specs_of(path, num_layers, cuts, context)
+    pipeline = LocalPipeline([StageWorker(spec) for spec in specs])
     try:
         return [pipeline.logits(step) for step in steps]
     finally:
@@ -49,11 +50,11 @@ def reference_logits(path, steps):
         reference.close()
 
 
-def assert_cuts_are_exact(path, cuts_to_try, steps, own_cache):
+def assert_cuts_are_exact(path, cuts_to_try, steps, own_cache, context=CONTEXT):
     num_layers = ModelFile.open(path).num_layers
     expected = reference_logits(path, steps)
     for cuts in cuts_to_try:
-        found = logits_of(path, num_layers, cuts, steps)
+        found = logits_of(path, num_layers, cuts, steps, context)
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             try:
                 assert_same_bits(ours, theirs)
@@ -71,10 +72,12 @@ def test_every_cut_of_a_tiny_llama(tmp_path, own_cache, dtype, tied):
     assert_cuts_are_exact(path, cuts, mixed_steps(320, num_prompt=200), own_cache)
 
 
+@pytest.mark.timeout(1200)  # thirty loads and prefills of a real model
 def test_every_cut_of_smollm2(demo, own_cache):
     cuts = [(), *((cut,) for cut in range(1, 30)), (10, 20)]
-    steps = mixed_steps(49152, num_prompt=300, num_decodes=4)
-    assert_cuts_are_exact(demo, cuts, steps, own_cache)
+    steps = mixed_steps(49152, num_prompt=300, num_second=40, num_decodes=4)
+    context = ContextConfig(num_cells=1024, num_lanes=8, num_threads=2)
+    assert_cuts_are_exact(demo, cuts, steps, own_cache, context)
 
 
 def test_a_split_model_is_cut_like_a_whole_one(tmp_path, own_cache):
@@ -117,14 +120,6 @@ def test_the_comparison_sees_layers_in_the_wrong_place(tmp_path):
     pipeline.close()
     with pytest.raises(AssertionError, match="differ"):
         assert_same_bits(found, reference_logits(path, steps)[0])
-
-
-@pytest.mark.parametrize("cuts", [(0,), (6,), (4, 4), (5, 2), (7,)])
-def test_an_illegal_cut_is_refused_before_anything_is_written(tmp_path, own_cache, cuts):
-    path = make_llama(tmp_path / "tiny.gguf")
-    with pytest.raises(UsageError):
-        LocalPipeline([StageWorker(spec) for spec in specs_of(path, 6, cuts)])
-    assert not list(own_cache.glob("slices/*.gguf"))
 
 
 def test_mixed_steps_have_what_hides_faults_if_missing():

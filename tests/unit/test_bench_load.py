@@ -363,7 +363,7 @@ SETTINGS = Settings(
 
 def point_of(*records: Record) -> dict[str, Any]:
     point = describe(Run(records=list(records), client_cpu_share=0.1), SETTINGS, 4)
-    return {**point, "peak_memory": None, "machine_busy_before": None}
+    return {**point, "peak_memory": None, "others_cpu_share": 0.4}
 
 
 def test_a_point_with_a_failed_request_has_no_number_and_says_why() -> None:
@@ -381,7 +381,8 @@ def test_a_point_cut_by_time_counts_what_finished_and_says_so() -> None:
     point = point_of(done, cut)
     assert point["void"] is None and point["output_throughput"] == 5 / 7
     assert "1 requests were still open, 6 were never sent" in point["cut_by_time"]
-    assert "cut by time" in table_row(4, "ours", point, None)
+    row = table_row(4, "ours", point, None)
+    assert row.endswith("cut by time, others used 40% of the machine")
     assert point_of(cut)["void"] == "no request finished in time"
     assert point_of(*[make_record(index=i) for i in range(8)])["cut_by_time"] is None
 

@@ -1,0 +1,157 @@
+"""Which models can be cut, and where."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skippy_mesh.errors import UnsupportedModelError, UsageError
+from skippy_mesh.families import (
+    FAMILIES,
+    LINEAR,
+    MLA,
+    WINDOW,
+    Family,
+    ModelFacts,
+    check_cuts,
+    check_slice,
+    even_cuts,
+    family_of,
+    legal_cuts,
+)
+
+# Layers of the real models whose cuts are pinned: llama-3.2-1B, gemma-2-2B, DeepSeek-V2-Lite,
+# Falcon-H1-1.5B, Qwen3-Next-80B-A3B.
+REAL_LAYERS = {"dense": 16, "window": 26, "mla": 27, "ssm": 24, "linear": 48}
+
+
+def facts(family: Family, num_layers: int, num_vocab: int = 1000, **keys: object) -> ModelFacts:
+    return ModelFacts(
+        architecture=family.architectures[0],
+        num_layers=num_layers,
+        num_vocab=num_vocab,
+        keys={key.replace("__", "."): value for key, value in keys.items()},
+    )
+
+
+@given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
+def test_even_cuts_cover_all_layers_and_differ_by_at_most_one(case):
+    num_layers, num_stages = case
+    borders = (0, *even_cuts(num_layers, num_stages), num_layers)
+    lengths = [hi - lo for lo, hi in itertools.pairwise(borders)]
+    assert len(lengths) == num_stages
+    assert sum(lengths) == num_layers
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize("num_stages", [0, -1, 31, 99])
+def test_more_stages_than_layers_is_refused_with_the_numbers(num_stages):
+    with pytest.raises(
+        UsageError, match=f"30 layers into {num_stages} stages: choose from 1 to 30"
+    ):
+        even_cuts(30, num_stages)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (29,), (10, 20), tuple(range(1, 30))])
+def test_legal_cuts_pass(cuts):
+    dense = family_of("llama")
+    assert check_cuts(dense, facts(dense, 30), cuts) == cuts
+
+
+@pytest.mark.parametrize("cuts", [(0,), (30,), (31,), (-1,), (4, 4), (5, 2), (5, 40)])
+def test_cuts_out_of_order_or_range_are_refused_with_the_range(cuts):
+    dense = family_of("llama")
+    with pytest.raises(UsageError, match="between 1 and 29"):
+        check_cuts(dense, facts(dense, 30), cuts)
+
+
+def test_an_unknown_architecture_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*supported: llama, deepseek2"):
+        family_of("mamba")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_manifest_row_is_complete(family):
+    """Each KV class has one row, and its pinned cuts are legal on the real model."""
+    num_layers = REAL_LAYERS[family.name]
+    assert family_of(family.architectures[0]) is family
+    assert set(family.components) <= {"attention", "window", "recurrent"}
+    kinds = family.layer_kinds(facts(family, num_layers))
+    assert len(kinds) == num_layers
+    assert frozenset().union(*kinds) == set(family.components)
+    assert (family.step_rule == "homogeneous") == ("recurrent" in family.components)
+    assert (family.prefix_rule == "boundary") == ("recurrent" in family.components)
+    assert (family.prefix_rule == "window") == ("window" in family.components)
+    assert len(family.pinned_cuts) == 2
+    assert check_cuts(family, facts(family, num_layers), family.pinned_cuts)
+
+
+def test_there_is_one_row_per_kv_class():
+    assert sorted(family.name for family in FAMILIES) == sorted(REAL_LAYERS)
+    names = [name for family in FAMILIES for name in family.architectures]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("family", "num_layers", "legal"),
+    [
+        (WINDOW, 6, [2, 3, 4]),  # stage 0 needs layer 1 (full), stage 1 layer 4 (windowed)
+        (LINEAR, 8, [4, 5, 6]),  # both halves need one of layers 3 and 7, and a recurrent one
+        (MLA, 6, [1, 2, 3, 4, 5]),
+        (family_of("falcon-h1"), 4, [1, 2, 3]),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_every_stage_keeps_a_layer_of_each_memory_kind(family, num_layers, legal):
+    assert legal_cuts(family, facts(family, num_layers)) == legal
+
+
+def test_the_missing_memory_kind_is_named():
+    with pytest.raises(UsageError, match="layers 5:6 of this gemma2 model hold no window layer"):
+        check_slice(WINDOW, facts(WINDOW, 6), 5, 6)
+    with pytest.raises(UsageError, match="layers 0:3 .* no attention layer"):
+        check_slice(LINEAR, facts(LINEAR, 8), 0, 3)
+
+
+def test_layer_patterns_do_not_restart_at_a_cut():
+    key = "attention.sliding_window_pattern"
+    assert WINDOW.slice_keys(facts(WINDOW, 6), 3, 6)[key] == [False, True, False]
+    told = facts(WINDOW, 6, attention__sliding_window_pattern=3)
+    assert WINDOW.slice_keys(told, 1, 5)[key] == [True, False, True, True]
+    listed = facts(WINDOW, 4, attention__sliding_window_pattern=[True, True, False, False])
+    assert WINDOW.slice_keys(listed, 1, 4)[key] == [True, False, False]
+    key = "attention.recurrent_layers"
+    assert LINEAR.slice_keys(facts(LINEAR, 8), 2, 5)[key] == [True, False, True]
+    told = facts(LINEAR, 6, full_attention_interval=2)
+    assert LINEAR.slice_keys(told, 1, 4)[key] == [False, True, False]
+    listed = facts(LINEAR, 4, attention__recurrent_layers=[0, 1, 1, 0])
+    assert LINEAR.slice_keys(listed, 1, 4)[key] == [True, True, False]
+
+
+def test_gemma2_27b_slices_are_refused_with_the_reason():
+    with pytest.raises(UsageError, match="46 layers .*attention scale"):
+        check_cuts(WINDOW, facts(WINDOW, 46), (23,))
+    assert check_cuts(WINDOW, facts(WINDOW, 46), ()) == ()
+
+
+def test_what_deepseek2_reads_off_layer_counts_is_written_down():
+    lite = facts(MLA, 27)
+    assert MLA.slice_keys(lite, 0, 9) == {
+        "attention.q_lora_rank": 0, "expert_gating_func": 1,
+    }  # fmt: skip
+    glm = facts(MLA, 47, 154880, attention__q_lora_rank=768)
+    assert MLA.slice_keys(glm, 0, 9) == {"attention.q_lora_rank": 768, "expert_gating_func": 2}
+    told = facts(MLA, 61, expert_gating_func=2, attention__q_lora_rank=1536)
+    assert MLA.slice_keys(told, 0, 30)["expert_gating_func"] == 2
+    with pytest.raises(UsageError, match="no stage with 26 or 27 layers"):
+        check_cuts(MLA, told, (27,))
+    assert check_cuts(MLA, told, (28,)) == (28,)
+
+
+def test_the_undivided_model_is_always_legal():
+    windows_only = facts(WINDOW, 1)
+    check_slice(WINDOW, windows_only, 0, 1)
