@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skippy_mesh.config import StageSpec
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError
-from stages.pipeline import RayPipeline
+from stages.pipeline import RayPipeline, first_line
 from stages.worker import StageWorker
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def ray_cluster(*, address: str | None, num_cpus: int, namespace: str) -> Iterat
         )
     except Exception as error:  # whatever is wrong, the user needs the address and the reason
         where = f"the Ray cluster at {address}" if address else "a local Ray cluster"
-        raise RuntimeUnavailableError(f"cannot reach {where}: {_first_line(error)}") from error
+        raise RuntimeUnavailableError(f"cannot reach {where}: {first_line(error)}") from error
     try:
         yield
     finally:
@@ -135,17 +135,13 @@ def _load(actors: Sequence[Any]) -> list[Any]:
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, SkippyError):
             raise error.cause from error
-        raise StageError(f"a stage could not load: {error.cause}") from error
+        reason = f"{type(error.cause).__name__}: {first_line(error.cause)}"
+        raise StageError(f"a stage could not load: {reason}") from error
     except ray.exceptions.RayError as error:
-        raise StageError(f"a stage died while loading: {_first_line(error)}") from error
+        raise StageError(f"a stage died while loading: {first_line(error)}") from error
 
 
 def _stage_actor_class() -> Any:
     for name, group in _GROUP_OF.items():
         ray.method(concurrency_group=group)(getattr(StageWorker, name))
     return ray.remote(concurrency_groups=_CONCURRENCY_GROUPS)(StageWorker)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -17,6 +17,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,6 +29,7 @@ from skippy_mesh.families import check_cuts, even_cuts
 if TYPE_CHECKING:
     from skippy_mesh.engine import Engine, Pipeline
     from stages.gguf_file import ModelFile
+    from stages.worker import StageInfo
 
 DEFAULT_CELLS = 4096
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -99,6 +101,10 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv", choices=KV_TYPES, default="q8_0", help="KV cache type (%(default)s)"
     )
+    parser.add_argument(
+        "--exact", choices=("auto", "off"), default="auto",
+        help="auto: kernels by which company cannot change a request's bytes; off: the fastest",
+    )  # fmt: skip
     parser.add_argument("-t", "--threads", type=int, metavar="N", help="per stage (all cores)")
     parser.add_argument(
         "--address", metavar="RAY", help="Ray cluster to join (RAY_ADDRESS, else one of its own)"
@@ -125,13 +131,13 @@ def run_generate(args: argparse.Namespace) -> int:
         sampling=sampling,
         stop_token_ids=tokenizer.eog_ids,
     )
-    with open_engine(args, model) as (engine, _):
+    with open_mesh(args, model) as mesh:
         # A token may end inside a character: hold the bytes until it is whole.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces: list[str] = []
         token_ids: list[int] = []
         reason = None
-        for event in engine.generate(request):
+        for event in mesh.engine.generate(request):
             assert event.token_id is not None, "nobody aborts this request"
             token_ids.append(event.token_id)
             reason = event.finish_reason
@@ -149,6 +155,9 @@ def run_generate(args: argparse.Namespace) -> int:
                     "prompt_tokens": len(prompt),
                     "seed": seed,
                     "cuts": list(cuts_of(args, model)),
+                    "exact": mesh.why_inexact is None,
+                    "why_inexact": mesh.why_inexact,
+                    "profile": mesh.profile,
                 }
             )
         )
@@ -166,15 +175,17 @@ def run_serve(args: argparse.Namespace) -> int:
     with listen(args.host, args.port) as sock:
         tokenizer = Tokenizer(str(model.paths[0]))
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
-        with open_engine(args, model) as (engine, check_alive):
+        with open_mesh(args, model) as mesh:
             serve(
                 sock,
-                engine,
+                mesh.engine,
                 tokenizer,
                 model_name="demo" if args.model == "demo" else model.paths[0].stem,
-                health=check_alive,
+                check_alive=mesh.check_alive,
                 api_keys=[key for key in args.api_key.split(",") if key],
-                num_stages=len(cuts_of(args, model)) + 1,
+                num_stages=len(mesh.infos),
+                why_inexact=mesh.why_inexact,
+                profile=mesh.profile,
             )
     return 0
 
@@ -229,6 +240,7 @@ def stage_specs(args: argparse.Namespace, model: ModelFile) -> list[StageSpec]:
         num_cells=args.ctx_size,
         num_lanes=1,
         kv_type=args.kv,
+        exact=args.exact == "auto",
         num_threads=(os.cpu_count() or 1) if args.threads is None else args.threads,
     )
     return [
@@ -244,14 +256,31 @@ def stage_specs(args: argparse.Namespace, model: ModelFile) -> list[StageSpec]:
     ]
 
 
-@contextmanager
-def open_engine(
-    args: argparse.Namespace, model: ModelFile
-) -> Iterator[tuple[Engine, Callable[[], str | None]]]:
-    """An engine over the stages asked for, and the question whether they are alive.
+@dataclass(frozen=True)
+class Mesh:
+    """A running mesh. ``check_alive`` answers None, or which stage does not answer."""
 
-    One stage runs in this process; more run as Ray actors.
-    """
+    engine: Engine
+    infos: Sequence[StageInfo]
+    check_alive: Callable[[], str | None]
+
+    @property
+    def why_inexact(self) -> str | None:
+        """None if every stage's self-test passed, else the first stage's reason."""
+        return next((i.why_inexact for i in self.infos if i.why_inexact is not None), None)
+
+    @property
+    def profile(self) -> str:
+        """What exactness costs here: the kernels and the padding in use."""
+        profile = self.infos[0].profile
+        tiled = "on" if profile.tiled else "off"
+        repack = "on" if profile.repack else "off"
+        return f"rows padded to {profile.pad}, tiled kernels {tiled}, repacking {repack}"
+
+
+@contextmanager
+def open_mesh(args: argparse.Namespace, model: ModelFile) -> Iterator[Mesh]:
+    """Start the stages asked for: one in this process, or several as Ray actors."""
     from skippy_mesh.engine import Engine
 
     specs = stage_specs(args, model)
@@ -273,9 +302,13 @@ def open_engine(
             )
             remote = stack.enter_context(stage_actors(specs, mesh_name=args.mesh_name))
             pipeline, infos, check_alive = remote, remote.infos, remote.check_alive
-        max_model_len = min(model.max_trained_tokens, *(info.num_cells for info in infos))
-        max_rows = min(info.max_rows for info in infos)
-        yield Engine(pipeline, max_model_len=max_model_len, max_rows=max_rows), check_alive
+        engine = Engine(
+            pipeline,
+            max_model_len=min(model.max_trained_tokens, *(info.num_cells for info in infos)),
+            max_rows=min(info.max_rows for info in infos),
+            chunk_multiple=infos[0].chunk_multiple,
+        )
+        yield Mesh(engine, infos, check_alive)
 
 
 def _always_alive() -> str | None:

@@ -8,6 +8,7 @@ from skippy_mesh.errors import UsageError
 from skippy_mesh.messages import MAX_LANES
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS; more is a native assert
+EXACT_KV_TYPES = ("q8_0", "bf16")
 KV_TYPES = ("q8_0", "bf16", "f16", "f32")
 MAX_CELLS = 2**31 - 1
 """llama.cpp counts positions in 32 bits; more would wrap around to a small pool."""
@@ -20,7 +21,8 @@ class ContextConfig:
     ``num_cells`` is one pool for all sequences, never divided by ``num_lanes``. ``max_rows`` is
     both n_batch and n_ubatch: one step is one micro-batch, which exactness on CPU needs.
     ``kv_type`` q8_0 and flash attention (always on) make a row's attention independent of its
-    company; f16, every peer's default, does not.
+    company; f16, every peer's default, does not. ``exact`` False leaves llama.cpp alone: faster for
+    some files, and a row's bits may then depend on the rows beside it.
     """
 
     num_cells: int = 4096
@@ -28,6 +30,7 @@ class ContextConfig:
     max_rows: int = 512
     kv_type: str = "q8_0"
     num_threads: int = 1
+    exact: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_cells <= MAX_CELLS:

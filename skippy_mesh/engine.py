@@ -42,14 +42,18 @@ class Pipeline(Protocol):
 class Engine:
     """Runs requests one at a time on ``pipeline``.
 
-    ``max_model_len`` bounds prompt plus output in tokens, ``max_rows`` one step's rows. Any thread
+    ``max_model_len`` bounds prompt plus output in tokens, ``max_rows`` one step's rows, and a
+    prompt's chunks are multiples of ``chunk_multiple`` or single rows. Any thread
     may :meth:`submit` and :meth:`abort`; exactly one may :meth:`run` or :meth:`generate`.
     """
 
-    def __init__(self, pipeline: Pipeline, *, max_model_len: int, max_rows: int):
+    def __init__(
+        self, pipeline: Pipeline, *, max_model_len: int, max_rows: int, chunk_multiple: int = 1
+    ):
         self._pipeline = pipeline
         self.max_model_len = max_model_len
         self._max_rows = max_rows
+        self._chunk_multiple = chunk_multiple
         self._epoch = 0
         self._step_id = 0
         self._waiting: queue.SimpleQueue[tuple[Request, Sink] | None] = queue.SimpleQueue()
@@ -84,12 +88,16 @@ class Engine:
         max_tokens = min(request.max_tokens, self.max_model_len - len(prompt))
         epoch = self._epoch
         try:
-            for start in range(0, len(prompt), self._max_rows):
+            start = 0
+            for length in chunk_lengths(
+                len(prompt), multiple=self._chunk_multiple, max_rows=self._max_rows
+            ):
                 if self._is_aborted(request):
                     yield TokenEvent(request_id=request.request_id, finish_reason="abort")
                     return
-                chunk = prompt[start : start + self._max_rows]
+                chunk = prompt[start : start + length]
                 sampled = self._step(request, chunk, start, len(prompt))
+                start += length
             for num_output in range(1, max_tokens + 1):
                 assert sampled is not None, "the last row of a prompt samples"
                 reason = self._finish_reason(request, sampled, is_last=num_output == max_tokens)
@@ -192,7 +200,7 @@ class Engine:
     def _forward(self, batch: StepBatch) -> StepResult:
         try:
             result = self._pipeline.forward(batch)
-        except Exception:
+        except BaseException:  # an interrupt, too
             # Some stages may have applied the step and others not. A stage that sees a higher
             # epoch empties its memory, so the next request starts clean on all of them.
             self._epoch += 1
@@ -204,3 +212,17 @@ class Engine:
     def _is_aborted(self, request: Request) -> bool:
         with self._lock:
             return request.request_id in self._aborted
+
+
+def chunk_lengths(length: int, *, multiple: int, max_rows: int) -> tuple[int, ...]:
+    """How a prompt of ``length`` tokens goes in: steps of at most ``max_rows`` rows.
+
+    In a recurrent model padding rows would tear a chunk apart, because llama.cpp splits a step into
+    sequences of equal length. So chunks are multiples of ``multiple``, and the remainder goes token
+    by token, each padded like any decode step.
+    """
+    if not 1 <= multiple <= max_rows or length < 0:
+        raise ValueError(f"cannot cut {length} tokens into steps of {multiple} to {max_rows} rows")
+    chunk = max_rows - max_rows % multiple
+    num_full, rest = divmod(length - length % multiple, chunk)
+    return (chunk,) * num_full + ((rest,) if rest else ()) + (1,) * (length % multiple)

@@ -73,6 +73,10 @@ class Family:
     slice_problem: SliceProblem = field(default=_no_problem)
     scaled_input: str = ""
 
+    @property
+    def is_recurrent(self) -> bool:
+        return "recurrent" in self.components
+
 
 def _window_layers(facts: ModelFacts) -> list[bool]:
     """gemma2 windows every other layer, the first one included, unless the file says otherwise."""

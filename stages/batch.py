@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skippy_mesh.errors import InvalidBatchError
+from stages.profile import Padding
 
 Floats = npt.NDArray[np.float32]
 _FLOAT_POINTER = ctypes.POINTER(ctypes.c_float)
@@ -89,15 +90,24 @@ class BatchBuffer:
         self.native.seq_id = self._lane_pointers
         self.native.logits = self._outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
 
-    def fill(self, rows: Rows, *, all_outputs: bool) -> Floats:
-        """Load ``rows``; returns the input array the library will read, kept alive here."""
+    def fill(self, rows: Rows, padding: Padding, *, all_outputs: bool) -> Floats:
+        """Load ``rows`` and the padding behind them; returns the input array the library will
+        read, kept alive here."""
         count = rows.num_rows
+        total = count + len(padding.lanes)
         self._positions[:count] = rows.positions
+        self._positions[count:total] = 0
         self._lanes[:count] = rows.lanes
-        self._outputs[:count] = True if all_outputs else rows.outputs
+        self._lanes[count:total] = padding.lanes
+        self._outputs[:count] = rows.outputs
+        self._outputs[count:total] = False
+        self._outputs[list(padding.outputs)] = True
+        if all_outputs:
+            self._outputs[:total] = True
         # Arrays that arrive over Ray are read-only views that may be freed; own what C reads.
-        inputs = np.require(rows.inputs, np.float32, ["C", "A", "W", "O"])
+        inputs = np.zeros((total, rows.inputs.shape[1]), np.float32)
+        inputs[:count] = rows.inputs
         self._inputs = inputs
-        self.native.n_tokens = count
+        self.native.n_tokens = total
         self.native.embd = ctypes.cast(inputs.ctypes.data, _FLOAT_POINTER)
         return inputs

@@ -26,7 +26,16 @@ from skippy_mesh.errors import (
 )
 from skippy_mesh.messages import Copy, Remove
 from stages.batch import BatchBuffer, Floats, Rows, check_rows
-from stages.native import address_of, ggml_base, last_error, load_library, tap_library
+from stages.memory import LaneMemory
+from stages.native import (
+    address_of,
+    allow_tiled_kernels,
+    ggml_base,
+    last_error,
+    load_library,
+    tap_library,
+)
+from stages.profile import PLAIN, Padding, Profile, pad_plan
 
 _KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}  # enum ggml_type
 _BYTES_PER_VALUE = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
@@ -49,8 +58,9 @@ class StageContext:
 
     ``is_last`` decides what :meth:`decode` returns: logits on the last stage, the last layer's
     hidden states on any other. ``scaled_input`` names the graph node over which the rows are
-    written unscaled (a later stage of a family that scales its input). ``can_repack`` False keeps
-    llama.cpp from rearranging weights for this CPU (slower; the fallback of :mod:`stages.probe`).
+    written unscaled (a later stage of a family that scales its input). ``is_recurrent`` families
+    take decode rows or one lane's chunk in a step, never both. ``profile`` is the whole mesh's.
+    ``weights_of`` shares another's loaded weights, and must be closed before it.
     """
 
     def __init__(
@@ -59,33 +69,46 @@ class StageContext:
         config: ContextConfig,
         *,
         is_last: bool,
+        is_recurrent: bool = False,
         scaled_input: str = "",
-        can_repack: bool = True,
+        profile: Profile = PLAIN,
+        weights_of: StageContext | None = None,
     ):
         load_library()
+        allow_tiled_kernels(profile.tiled)
         self._owner = threading.get_ident()
         self._is_last = is_last
-        self._model = self._load_model(path, can_repack)
+        self._is_recurrent = is_recurrent
+        self._profile = profile
+        self._restores_input = bool(scaled_input)
+        self._owns_model = weights_of is None
+        self._model: int = weights_of._model if weights_of else self._load_model(path)
         self.num_embd: int = llama_cpp.llama_model_n_embd(self._model)
         self.num_layers: int = llama_cpp.llama_model_n_layer(self._model)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.num_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
-        self._restores_input = bool(scaled_input)
         last = "" if is_last else f"l_out-{self.num_layers - 1}"
         self._tap = _new_tap(last, scaled_input) if last or scaled_input else None
+        # Beside the lanes: the grave of stages/memory.py, then the lanes of padding rows.
+        self.num_lanes = config.num_lanes
+        self._scratch_lanes = range(config.num_lanes + 1, config.num_lanes + profile.pad)
         rss_before = _rss_bytes()
         self._context = self._new_context(config)
         self._context_bytes = _rss_bytes() - rss_before
-        self._memory = llama_cpp.llama_get_memory(self._context)
         # llama.cpp rounds what was asked for; only what it reports may be relied on.
         self.num_cells: int = llama_cpp.llama_n_ctx(self._context)
-        self.num_lanes: int = llama_cpp.llama_n_seq_max(self._context)
-        self.max_rows: int = min(
+        native_rows = min(
             llama_cpp.llama_n_batch(self._context), llama_cpp.llama_n_ubatch(self._context)
         )
+        self.max_rows = min(config.max_rows, native_rows - native_rows % profile.pad)
+        self._lanes = LaneMemory(
+            self._context,
+            num_lanes=config.num_lanes,
+            num_cells=self.num_cells,
+            is_recurrent=is_recurrent,
+        )
         self.native_s = 0.0  # spent inside llama_decode, in all
-        self._next_positions = [0] * self.num_lanes
-        self._buffer = BatchBuffer(self.max_rows)
+        self._buffer = BatchBuffer(native_rows)
         self._logits_buffer = np.empty((0, self.num_vocab), np.float32)
 
     def decode(self, rows: Rows) -> Floats:
@@ -98,52 +121,59 @@ class StageContext:
         """
         self._check_owner()
         reached = check_rows(
-            rows, self._next_positions, max_rows=self.max_rows, num_embd=self.num_embd
+            rows, self._lanes.next_positions, max_rows=self.max_rows, num_embd=self.num_embd
         )
-        inputs = self._buffer.fill(rows, all_outputs=not self._is_last)
+        padding = self._padding(rows, len(reached))
+        self._lanes.reserve(rows.num_rows + len(padding.lanes))
+        inputs = self._buffer.fill(rows, padding, all_outputs=not self._is_last)
         if self._tap:
             tap_library().tap_begin(self._tap, inputs.ctypes.data, inputs.nbytes)
         started = time.perf_counter()
         code = llama_cpp.llama_decode(self._context, self._buffer.native)
         self.native_s += time.perf_counter() - started
         if code == 1:
-            raise NoRoomError(
-                f"no free cells for {rows.num_rows} rows in a pool of {self.num_cells}"
-            )
+            raise NoRoomError(f"llama.cpp found no cells for {rows.num_rows} rows")
         if code == -1:
             raise InvalidBatchError(f"llama.cpp refused the batch: {last_error()}")
+        self._lanes.wipe(padding.lanes)
+        self._lanes.advance(reached, rows.num_rows)
         if code:
             raise self._dropped(reached, f"llama_decode returned {code}: {last_error()}")
-        for lane, position in reached.items():
-            self._next_positions[lane] = position
         try:
-            hidden = self._tapped(rows.num_rows) if self._tap else _NO_ROWS
+            hidden = self._tapped(len(inputs))[: rows.num_rows] if self._tap else _NO_ROWS
             return self._logits(rows) if self._is_last else hidden
         except RuntimeError as error:
             raise self._dropped(reached, str(error)) from error
 
+    def _padding(self, rows: Rows, num_lanes: int) -> Padding:
+        """What brings the step to the profile's shape."""
+        pad = self._profile.pad
+        is_chunk = self._is_recurrent and num_lanes != rows.num_rows
+        if is_chunk and (num_lanes != 1 or rows.num_rows % pad):
+            raise InvalidBatchError(
+                f"a recurrent step holds one row of each lane, or one lane's chunk of a "
+                f"multiple of {pad} rows: got {rows.num_rows} rows of {num_lanes} lanes"
+            )
+        return pad_plan(rows.lanes, rows.outputs, pad=pad, scratch_lanes=self._scratch_lanes)
+
     def apply(self, operation: Copy | Remove) -> None:
         """Run one memory operation; :class:`InvalidBatchError` if it cannot be done as asked."""
         self._check_owner()
-        if isinstance(operation, Remove):
-            self._remove(operation)
-        else:
-            self._copy(operation)
+        self._lanes.apply(operation)
 
     def clear(self) -> None:
         """Free all cells of all lanes."""
         self._check_owner()
-        llama_cpp.llama_memory_clear(self._memory, False)
-        self._next_positions = [0] * self.num_lanes
+        self._lanes.clear()
 
     def positions(self, lane: int) -> tuple[int, int]:
         """First and last position ``lane`` holds, as llama.cpp says; (-1, -1) when empty."""
         self._check_owner()
-        self._check_lane(lane)
-        return (
-            llama_cpp.llama_memory_seq_pos_min(self._memory, lane),
-            llama_cpp.llama_memory_seq_pos_max(self._memory, lane),
-        )
+        return self._lanes.positions(lane)
+
+    @property
+    def num_compactions(self) -> int:
+        return self._lanes.num_compactions
 
     def memory(self) -> StageMemory:
         return StageMemory(
@@ -156,14 +186,15 @@ class StageContext:
         """Give everything back to the system. The context is unusable afterwards."""
         self._check_owner()
         llama_cpp.llama_free(self._context)
-        llama_cpp.llama_model_free(self._model)
+        if self._owns_model:
+            llama_cpp.llama_model_free(self._model)
         if self._tap:
             tap_library().tap_free(self._tap)
         self._owner = -1
 
-    def _load_model(self, path: Path, can_repack: bool) -> int:
+    def _load_model(self, path: Path) -> int:
         params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = can_repack
+        params.use_extra_bufts = self._profile.repack
         model: int | None = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not model:
             raise ModelFileError(f"{path}: llama.cpp cannot load it: {last_error()}")
@@ -173,8 +204,11 @@ class StageContext:
         self._check_fits(config)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = config.num_cells
-        params.n_batch = params.n_ubatch = config.max_rows
-        params.n_seq_max = config.num_lanes
+        pad = self._profile.pad
+        params.n_batch = params.n_ubatch = config.max_rows + -config.max_rows % pad
+        params.n_seq_max = config.num_lanes + pad  # the lanes, the grave, and padding's
+        # A window pool that recycles cells would not keep them in order (stages/memory.py).
+        params.swa_full = True
         params.n_threads = params.n_threads_batch = config.num_threads
         params.kv_unified = True
         params.flash_attn_type = _FLASH_ATTENTION_ON
@@ -236,52 +270,11 @@ class StageContext:
         ctypes.memmove(hidden.ctypes.data, address, expected)
         return hidden
 
-    def _remove(self, operation: Remove) -> None:
-        lane = operation.lane
-        self._check_lane(lane)
-        if not llama_cpp.llama_memory_seq_rm(self._memory, lane, operation.p0, operation.p1):
-            raise InvalidBatchError(
-                f"this memory cannot remove positions [{operation.p0}, {operation.p1}) "
-                f"of lane {lane}"
-            )
-        self._refresh(lane)
-
-    def _copy(self, operation: Copy) -> None:
-        src, dst, p0, p1 = operation.src, operation.dst, operation.p0, operation.p1
-        self._check_lane(src)
-        self._check_lane(dst)
-        if src == dst or not 0 <= p0 < p1 <= self._next_positions[src]:
-            raise InvalidBatchError(
-                f"cannot copy positions [{p0}, {p1}) of lane {src} to lane {dst}: "
-                f"the source holds [0, {self._next_positions[src]})"
-            )
-        if self._next_positions[dst] != p0:
-            raise InvalidBatchError(
-                f"cannot copy from position {p0}: lane {dst} ends at {self._next_positions[dst]}"
-            )
-        llama_cpp.llama_memory_seq_cp(self._memory, src, dst, p0, p1)
-        self._refresh(dst)
-        if self._next_positions[dst] != p1:
-            self._forget(dst)
-            raise InvalidBatchError(f"copying lane {src} to {dst} did not reach position {p1}")
-
     def _dropped(self, lanes: dict[int, int], reason: str) -> DecodeError:
         """Part of a failed batch may stay in memory: free all of it, so the lanes start over."""
         for lane in lanes:
-            self._forget(lane)
+            self._lanes.forget(lane)
         return DecodeError(f"{reason}; lanes {sorted(lanes)} dropped", tuple(sorted(lanes)))
-
-    def _forget(self, lane: int) -> None:
-        llama_cpp.llama_memory_seq_rm(self._memory, lane, -1, -1)
-        self._refresh(lane)
-
-    def _refresh(self, lane: int) -> None:
-        last = llama_cpp.llama_memory_seq_pos_max(self._memory, lane)
-        self._next_positions[lane] = last + 1
-
-    def _check_lane(self, lane: int) -> None:
-        if not 0 <= lane < self.num_lanes:
-            raise InvalidBatchError(f"lane {lane} is not in [0, {self.num_lanes})")
 
     def _check_owner(self) -> None:
         if threading.get_ident() != self._owner:

@@ -55,6 +55,13 @@ def write_whole(
         ) from error
 
 
+def write_text(out: Path, text: str) -> None:
+    """A small file, whole or not at all. It is a memo: one that cannot be kept is no error."""
+    data = text.encode()
+    with suppress(ModelFileError):
+        write_whole(out, len(data), lambda file: file.write(data))
+
+
 def _fill(part: BinaryIO, num_bytes: int, write: Callable[[BinaryIO], object]) -> None:
     part.seek(0)
     part.truncate()
@@ -129,6 +136,5 @@ def content_digest(paths: Sequence[Path]) -> str:
         with path.open("rb") as file:
             hashlib.file_digest(file, lambda: sha256)
     digest = sha256.hexdigest()
-    with suppress(ModelFileError):  # without a memo the next start reads again, no more
-        write_whole(memo, len(digest), lambda file: file.write(digest.encode()))
+    write_text(memo, digest)
     return digest

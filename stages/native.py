@@ -53,6 +53,24 @@ def load_library() -> None:
     llama_cpp.llama_backend_init()
 
 
+_TILED = "GGML_CPU_TILED_MM"
+_tiled_in_use: bool | None = None
+
+
+def allow_tiled_kernels(allowed: bool) -> None:
+    """Call before a model runs. llama.cpp reads the choice once, at its first matrix product, so
+    the first caller decides for the process; one who needs it otherwise later gets an error."""
+    global _tiled_in_use
+    if _tiled_in_use is None:
+        if not allowed:
+            os.environ[_TILED] = "0"
+        _tiled_in_use = os.environ.get(_TILED) != "0"
+    if _tiled_in_use and not allowed:
+        raise RuntimeUnavailableError(
+            f"this process already runs llama.cpp with its tiled kernels: set {_TILED}=0"
+        )
+
+
 def last_error() -> str:
     """What llama.cpp last complained about, for the end of an error message."""
     return _recent_errors[-1] if _recent_errors else "no reason given"

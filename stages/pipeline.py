@@ -84,10 +84,16 @@ class RayPipeline:
             output = getattr(actor, method).remote(frame, output)
         try:
             return ray.get(output)
-        except ray.exceptions.RayTaskError as error:
-            # A stage's own error crosses unchanged; a later stage reports an earlier one's.
-            if isinstance(error.cause, SkippyError):
-                raise error.cause from error
-            raise StageError(f"a stage failed: {error.cause}") from error
-        except ray.exceptions.RayActorError as error:
-            raise StageError(f"a stage died: {self.check_alive() or error}") from error
+        except ray.exceptions.RayError as error:
+            # A stage's own error crosses unchanged; a later stage reports an earlier one's end.
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            if isinstance(cause, SkippyError):
+                raise cause from error
+            reason = self.check_alive() or f"{type(cause).__name__}: {first_line(cause)}"
+            raise StageError(f"a stage failed: {reason}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What Ray says of a failure, without the page of advice that follows it."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -8,20 +8,19 @@ dies, it is tried again without weight repacking, which avoids those kernels and
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
-import os
 import platform
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from skippy_mesh.errors import RuntimeUnavailableError
-from stages.disk import cache_dir
+from stages.disk import cache_dir, write_text
 from stages.native import library_dir
 
 logger = logging.getLogger(__name__)
@@ -35,16 +34,14 @@ def can_repack(command: Sequence[str] = PROBE_COMMAND) -> bool:
 
     Raises :class:`RuntimeUnavailableError` if it works neither way.
     """
-    memo = cache_dir() / "probe" / f"{_machine_key(command)}.json"
+    key = hashlib.sha256("\n".join((machine_key(), *command)).encode()).hexdigest()[:16]
+    memo = cache_dir() / "probe" / f"{key}.json"
     try:
         return bool(json.loads(memo.read_text())["can_repack"])
     except (OSError, ValueError, KeyError):
         pass
     verdict = _probe(command)
-    memo.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=memo.parent, delete=False) as file:
-        json.dump({"can_repack": verdict}, file)
-    os.replace(file.name, memo)
+    write_text(memo, json.dumps({"can_repack": verdict}))
     return verdict
 
 
@@ -78,9 +75,10 @@ def _run(command: Sequence[str]) -> str | None:
     return None
 
 
-def _machine_key(command: Sequence[str]) -> str:
-    """Changes with the library's files, the CPU's features and the probe itself."""
-    seen = [platform.machine(), *command]
+@functools.cache
+def machine_key() -> str:
+    """Changes with the library's build and the CPU's features: what decides how numbers round."""
+    seen = [platform.machine()]
     for path in sorted(library_dir().glob("*")):
         stat = path.stat()
         seen.append(f"{path} {stat.st_size} {stat.st_mtime_ns}")

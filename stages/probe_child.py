@@ -12,6 +12,7 @@ import numpy as np
 from skippy_mesh.config import ContextConfig
 from stages.batch import Rows
 from stages.context import StageContext
+from stages.profile import Profile
 
 # One type per group of kernels: block-quantised, repacked, and the K-quants' super-blocks.
 _TYPES = ("Q8_0", "Q4_0", "Q4_1")
@@ -52,7 +53,8 @@ def main(mode: str) -> int:
         for quantisation in _TYPES:
             path = Path(folder) / f"{quantisation}.gguf"
             _write_model(path, quantisation)
-            context = StageContext(path, config, is_last=True, can_repack=mode == "repack")
+            profile = Profile(pad=1, tiled=True, repack=mode == "repack")
+            context = StageContext(path, config, is_last=True, profile=profile)
             flags = [True] * _ROWS
             context.decode(Rows([0] * _ROWS, range(_ROWS), flags, rows))
             logits = context.decode(Rows([0], [_ROWS], [True], rows[:1]))

@@ -48,6 +48,10 @@ class Profile:
     repack: bool
 
 
+PLAIN = Profile(pad=1, tiled=True, repack=True)
+"""llama.cpp left alone: the fastest, exact for some files only."""
+
+
 def choose_profile(tensor_types: frozenset[str], *, can_repack: bool = True) -> Profile:
     """The fastest profile expected to be exact for a model with matrices of these types.
 
@@ -115,19 +119,3 @@ def pad_plan(
     unflagged += range(num_rows, num_rows + num_added)
     num_missing = -sum(samples) % pad
     return Padding(added, tuple(unflagged[len(unflagged) - num_missing :]))
-
-
-def chunk_lengths(length: int, *, pad: int, max_rows: int) -> tuple[int, ...]:
-    """How a recurrent model takes in ``length`` tokens: steps of at most ``max_rows`` rows.
-
-    llama.cpp splits a step into sequences of equal length, so a row on another lane would tear a
-    chunk apart. Chunks are multiples of ``pad`` instead, and the remainder goes token by token,
-    each padded like any decode step.
-    """
-    if not 1 <= pad <= max_rows or length < 0:
-        raise InvalidBatchError(
-            f"cannot cut {length} tokens into steps of {pad} to {max_rows} rows"
-        )
-    chunk = max_rows - max_rows % pad
-    num_full, rest = divmod(length - length % pad, chunk)
-    return (chunk,) * num_full + ((rest,) if rest else ()) + (1,) * (length % pad)

@@ -23,9 +23,13 @@ _GGML_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
 
 
 class Reference:
-    """One context over the whole of ``path``. Runs the rows of a batch, not its operations."""
+    """One context over the whole of ``path``. Runs the rows of a batch, not its operations.
 
-    def __init__(self, path: Path, config: ContextConfig | None = None):
+    ``pad`` is that of the file's profile (``stages/profile.py``): steps are filled up to a multiple
+    of it with rows on lanes of their own, and every row is an output.
+    """
+
+    def __init__(self, path: Path, config: ContextConfig | None = None, *, pad: int = 1):
         config = config or ContextConfig(num_cells=2048, num_threads=2)
         load_library()  # for its silence; the library is the same
         self._model = llama_cpp.llama_model_load_from_file(
@@ -33,8 +37,9 @@ class Reference:
         )
         assert self._model
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = config.num_cells, config.num_lanes
-        params.n_batch = params.n_ubatch = config.max_rows
+        params.n_ctx, params.n_seq_max = config.num_cells, config.num_lanes + pad
+        params.n_batch = params.n_ubatch = config.max_rows + pad
+        params.swa_full = True
         params.n_threads = params.n_threads_batch = config.num_threads
         params.kv_unified, params.flash_attn_type = True, 1
         params.type_k = params.type_v = _GGML_TYPES[config.kv_type]
@@ -42,22 +47,28 @@ class Reference:
         assert self._context
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._num_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
-        self._batch = llama_cpp.llama_batch_init(config.max_rows, 0, 1)
+        self._batch = llama_cpp.llama_batch_init(config.max_rows + pad, 0, 1)
+        self._pad, self._first_spare = pad, config.num_lanes
 
     def decode(self, batch: StepBatch) -> float:
         """Compute ``batch``; returns the seconds that ``llama_decode`` itself took."""
         native = self._batch
-        native.n_tokens = batch.num_rows
-        for row in range(batch.num_rows):
-            native.token[row] = batch.tokens[row]
-            native.pos[row] = batch.positions[row]
+        spare = range(self._first_spare, self._first_spare + -batch.num_rows % self._pad)
+        native.n_tokens = batch.num_rows + len(spare)
+        for row, lane in enumerate((*batch.lanes, *spare)):
+            is_own = row < batch.num_rows
+            native.token[row] = batch.tokens[row] if is_own else 1
+            native.pos[row] = batch.positions[row] if is_own else 0
             native.n_seq_id[row] = 1
-            native.seq_id[row][0] = batch.lanes[row]
-            native.logits[row] = batch.samples[row]
+            native.seq_id[row][0] = lane
+            native.logits[row] = self._pad > 1 or batch.samples[row]
         started = time.perf_counter()
         code = llama_cpp.llama_decode(self._context, native)
         seconds = time.perf_counter() - started
         assert code == 0, f"llama_decode returned {code}"
+        for lane in spare:
+            memory = llama_cpp.llama_get_memory(self._context)
+            assert llama_cpp.llama_memory_seq_rm(memory, lane, -1, -1)
         return seconds
 
     def logits(self, batch: StepBatch) -> Floats:

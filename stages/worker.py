@@ -13,15 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from skippy_mesh.config import StageSpec
+from skippy_mesh.config import EXACT_KV_TYPES, ContextConfig, StageSpec
 from skippy_mesh.errors import InvalidBatchError, StageError, StepOrderError
 from skippy_mesh.messages import StepBatch, StepResult
 from skippy_mesh.wire import decode_activations, decode_step, encode_activations
+from stages import selftest
 from stages.batch import Floats, Rows
 from stages.context import StageContext
 from stages.embedding import Embedding
 from stages.gguf_file import ModelFile
-from stages.probe import can_repack
+from stages.probe import can_repack, machine_key
+from stages.profile import PLAIN, Profile, choose_profile, matrix_types
 from stages.sampling import Sampler
 from stages.slices import cached_slice
 
@@ -30,7 +32,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageInfo:
-    """What a loaded stage says of itself; a snapshot, never read from the running context."""
+    """What a loaded stage says of itself; a snapshot, never read from the running context.
+
+    Prompt chunks must be multiples of ``chunk_multiple`` rows, or single rows. ``why_inexact`` is
+    None when the self-test proved that company does not change a row's bits.
+    """
 
     index: int
     num_stages: int
@@ -39,10 +45,12 @@ class StageInfo:
     num_cells: int
     num_lanes: int
     max_rows: int
+    chunk_multiple: int
     weight_bytes: int
     context_bytes: int
     rss_bytes: int
-    can_repack: bool
+    profile: Profile
+    why_inexact: str | None
     process_id: int
 
 
@@ -75,37 +83,77 @@ class StageWorker:
         )
 
     def load(self, progress: Progress | None = None) -> StageInfo:
-        """Cut the slice if the cache lacks it, load it, and measure."""
+        """Cut the slice if the cache lacks it, load it, prove it, and measure."""
         spec = self.spec
-        repack = can_repack()
         model = ModelFile.open(spec.model_path)
+        profile = PLAIN
+        if spec.context.exact:
+            profile = choose_profile(matrix_types(model.tensors.values()), can_repack=can_repack())
         path = cached_slice(model, spec.first_layer, spec.end_layer, progress)
-        context = StageContext(
-            path,
-            spec.context,
-            is_last=spec.is_last,
-            scaled_input="" if spec.is_first else model.family.scaled_input,
-            can_repack=repack,
-        )
+
+        def new_context(config: ContextConfig, weights_of: StageContext | None) -> StageContext:
+            return StageContext(
+                path,
+                config,
+                is_last=spec.is_last,
+                is_recurrent=model.family.is_recurrent,
+                scaled_input="" if spec.is_first else model.family.scaled_input,
+                profile=profile,
+                weights_of=weights_of,
+            )
+
+        context = self._context = new_context(spec.context, None)
         if spec.is_first:
             self._embedding = Embedding(model)
-        self._context = context
+        why_inexact = self._why_inexact(model, profile, lambda c: new_context(c, context))
+        self._info = self._describe(context, model, profile, why_inexact)
+        return self._info
+
+    def _why_inexact(
+        self,
+        model: ModelFile,
+        profile: Profile,
+        new_context: Callable[[ContextConfig], StageContext],
+    ) -> str | None:
+        config = self.spec.context
+        if not config.exact:
+            return "switched off (--exact off)"
+        if config.kv_type not in EXACT_KV_TYPES:
+            return f"with {config.kv_type} KV, attention rounds by the shape of a step"
+        key = (
+            model.digest, f"{self.spec.first_layer}:{self.spec.end_layer}", machine_key(),
+            config.kv_type, str(config.num_threads), repr(profile),
+        )  # fmt: skip
+        failure = selftest.verdict(key, new_context, config, is_recurrent=model.family.is_recurrent)
+        if failure is None:
+            return None
+        types = ", ".join(sorted(matrix_types(model.tensors.values())))
+        return f"the self-test failed: {failure}; weights are {types}, {profile}"
+
+    def _describe(
+        self,
+        context: StageContext,
+        model: ModelFile,
+        profile: Profile,
+        why_inexact: str | None,
+    ) -> StageInfo:
         memory = context.memory()
-        self._info = StageInfo(
-            index=spec.index,
-            num_stages=spec.num_stages,
-            first_layer=spec.first_layer,
-            end_layer=spec.end_layer,
+        return StageInfo(
+            index=self.spec.index,
+            num_stages=self.spec.num_stages,
+            first_layer=self.spec.first_layer,
+            end_layer=self.spec.end_layer,
             num_cells=context.num_cells,
             num_lanes=context.num_lanes,
             max_rows=context.max_rows,
+            chunk_multiple=profile.pad if model.family.is_recurrent else 1,
             weight_bytes=memory.weight_bytes,
             context_bytes=memory.context_bytes,
             rss_bytes=memory.rss_bytes,
-            can_repack=repack,
+            profile=profile,
+            why_inexact=why_inexact,
             process_id=os.getpid(),
         )
-        return self._info
 
     def compute(self, batch: StepBatch, hidden: Floats | None = None) -> Floats | None:
         """Apply ``batch`` and return this stage's rows: hidden states ``[n_rows, n_embd]``, or on

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# One process tests files of every type; this is the one setting that is exact for all of them.
+os.environ.setdefault("GGML_CPU_TILED_MM", "0")
 
 import pytest
 

@@ -1,8 +1,8 @@
 """The process around the app: the socket, the web server's thread, and an orderly end.
 
 The engine keeps the calling thread, because a single stage's context belongs to the thread that
-built it; uvicorn runs beside it. On SIGINT or SIGTERM the server stops accepting, running streams
-get a few seconds, and the engine ends.
+built it; uvicorn runs beside it. On SIGINT or SIGTERM the server stops accepting, running requests
+get a few seconds and are then aborted, and the engine ends. A second signal aborts at once.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from skippy_mesh.errors import SkippyError, UsageError
 from skippy_mesh.gateway.app import create_app
 from skippy_mesh.gateway.chat import Tokenizer
 
+_WATCH_S = 1.0
 _DRAIN_S = 5
+_ABORT_S = 10  # for the last events to reach their clients
 _READY = """\
-skippy_mesh ready on {url} (stages {num_stages}, ceiling 1, bound by engine lanes, exact no)
-{note}
+skippy_mesh ready on {url} (stages {num_stages}, ceiling 1, bound by engine lanes, exact {exact})
+engine: baseline, one request at a time
+exact: {why} ({profile})
 Try it:
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"messages":[{{"role":"user","content":"Why is the sky blue?"}}],"max_tokens":64}}'
 """
-_NOTE = "engine: baseline, one request at a time; exact: no, because no self-test has proved it yet"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -52,22 +54,58 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+class Watch:
+    """Asks whether the stages are alive every second, on a thread of its own.
+
+    ``problem`` is the last answer, so a health question never waits for a stage.
+    """
+
+    def __init__(self, check_alive: Callable[[], str | None]):
+        self.problem: str | None = None
+        self._check_alive = check_alive
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_WATCH_S):
+            self.problem = self._check_alive()
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+
 def serve(
     sock: socket.socket,
     engine: Engine,
     tokenizer: Tokenizer,
     *,
     model_name: str,
-    health: Callable[[], str | None],
+    check_alive: Callable[[], str | None],
     api_keys: Sequence[str],
     num_stages: int,
+    why_inexact: str | None,
+    profile: str,
 ) -> None:
     """Serve until a signal. Runs the engine on this thread."""
-    app = create_app(engine, tokenizer, model_name=model_name, health=health, api_keys=api_keys)
+    watch = Watch(check_alive)
+    app = create_app(
+        engine,
+        tokenizer,
+        model_name=model_name,
+        health=lambda: watch.problem,
+        api_keys=api_keys,
+        exact=why_inexact is None,
+        exact_reason=why_inexact,
+    )
     config = uvicorn.Config(
-        app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S
+        app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S + _ABORT_S
     )
     server = uvicorn.Server(config)
+    # Streams end with a reason. What uvicorn cancels would break off, with a traceback.
+    drain = threading.Timer(_DRAIN_S, engine.close)
+    drain.daemon = True
 
     def run_server() -> None:
         try:
@@ -76,6 +114,11 @@ def serve(
             engine.close()
 
     def stop(_signal: int, _frame: object) -> None:
+        if server.should_exit:
+            # Not here: this thread may be inside the engine and hold its lock.
+            threading.Thread(target=engine.close, daemon=True).start()
+        else:
+            drain.start()
         server.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -84,6 +127,11 @@ def serve(
     thread.start()
     host, port = sock.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    print(_READY.format(url=url, num_stages=num_stages, note=_NOTE), end="", flush=True)
+    exact = "yes" if why_inexact is None else "no"
+    why = why_inexact or "every stage's self-test passed"
+    ready = _READY.format(url=url, num_stages=num_stages, exact=exact, why=why, profile=profile)
+    print(ready, end="", flush=True)
     engine.run()
     thread.join()
+    drain.cancel()
+    watch.close()

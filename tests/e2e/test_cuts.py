@@ -10,6 +10,7 @@ import pytest
 from skippy_mesh.config import ContextConfig, StageSpec
 from stages.gguf_file import ModelFile
 from stages.pipeline import LocalPipeline
+from stages.profile import choose_profile, matrix_types
 from stages.worker import StageWorker
 from tests.models import make_llama
 from tests.reference import Reference, assert_same_bits, mixed_steps
@@ -43,7 +44,8 @@ def logits_of(path, num_layers, cuts, steps, context=CONTEXT):
 
 
 def reference_logits(path, steps):
-    reference = Reference(path)
+    profile = choose_profile(matrix_types(ModelFile.open(path).tensors.values()))
+    reference = Reference(path, pad=profile.pad)
     try:
         return [reference.logits(step) for step in steps]
     finally:

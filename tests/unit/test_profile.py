@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skippy_mesh.errors import InvalidBatchError
 from stages.gguf_file import ModelFile
 from stages.gguf_format import Tensor
-from stages.profile import Profile, choose_profile, chunk_lengths, matrix_types, pad_plan
+from stages.profile import Profile, choose_profile, matrix_types, pad_plan
 from tests.models import make_llama
 
 PADS = st.sampled_from((1, 2, 4, 8))
@@ -128,19 +128,3 @@ def test_scratch_lanes_are_enough_and_nobody_elses(scratch_lanes: tuple[int, ...
 def test_ragged_and_empty_steps_are_refused(lanes: list[int], samples: list[bool]) -> None:
     with pytest.raises(InvalidBatchError):
         pad_plan(lanes, samples, pad=2, scratch_lanes=SCRATCH)
-
-
-@given(st.integers(0, 2000), PADS, st.integers(8, 600))
-def test_chunks_are_multiples_and_then_single_tokens(length: int, pad: int, max_rows: int) -> None:
-    chunks = chunk_lengths(length, pad=pad, max_rows=max_rows)
-    num_single = length % pad
-    whole = chunks[: len(chunks) - num_single]
-    assert sum(chunks) == length
-    assert chunks[len(whole) :] == (1,) * num_single
-    assert all(chunk % pad == 0 and 0 < chunk <= max_rows for chunk in whole)
-    assert len(whole) == -(-(length - num_single) // (max_rows - max_rows % pad))
-
-
-def test_a_step_too_small_for_the_padding_is_refused() -> None:
-    with pytest.raises(InvalidBatchError, match="steps of 4 to 3 rows"):
-        chunk_lengths(10, pad=4, max_rows=3)

@@ -1,0 +1,160 @@
+"""The sequences' memory inside one llama.cpp context, kept in an order that keeps bits.
+
+Attention sums a lane's cells in the order in which they lie in the pool, and float sums depend on
+order. A lone sequence lies in order of its positions. llama.cpp hands out the lowest free cells, so
+in a crowd a lane that goes on after another one has left would get cells *below* its own, and its
+bits would change. Three rules keep every lane in order of its positions:
+
+* a freed cell stays taken: it goes to one spare lane, the grave, so new cells only come on top;
+* when the top is reached, the pool is compacted: the living are saved, the pool is cleared, and
+  they are written back, each in one run;
+* padding rows come last in their step and are wiped at once, so they are the topmost cells.
+
+All of it is a matter of one pool: stages need not agree on when they compact.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import llama_cpp
+
+from skippy_mesh.errors import DecodeError, InvalidBatchError, NoRoomError
+from skippy_mesh.messages import Copy, Remove
+
+
+class LaneMemory:
+    """Lanes ``[0, num_lanes)`` of ``context``; lane ``num_lanes`` is the grave.
+
+    ``is_recurrent`` memory keeps one state per lane: it can be copied only whole and cut nowhere.
+    """
+
+    def __init__(self, context: int, *, num_lanes: int, num_cells: int, is_recurrent: bool):
+        self._context = context
+        self._memory = llama_cpp.llama_get_memory(context)
+        self._grave = num_lanes
+        self._num_cells = num_cells
+        self._is_recurrent = is_recurrent
+        self.next_positions = [0] * num_lanes
+        self.num_compactions = 0
+        self._top = 0  # cells below this one have been handed out since the last compaction
+
+    def reserve(self, num_rows: int) -> None:
+        """Make sure ``num_rows`` fit on top; :class:`NoRoomError`, and nothing changed, if not."""
+        if self._top + num_rows <= self._num_cells:
+            return
+        # Cells that lanes share are saved once for each of them.
+        num_live = sum(self.next_positions)
+        if num_live + num_rows > self._num_cells:
+            raise NoRoomError(
+                f"no room for {num_rows} rows: {num_live} of {self._num_cells} cells are in use"
+            )
+        self._compact()
+
+    def advance(self, reached: Mapping[int, int], num_rows: int) -> None:
+        """Note that a step of ``num_rows`` rows has brought lanes to their next positions."""
+        for lane, position in reached.items():
+            self.next_positions[lane] = position
+        self._top += num_rows
+
+    def wipe(self, lanes: Sequence[int]) -> None:
+        """Free padding rows: the topmost cells, so really freed."""
+        for lane in lanes:
+            llama_cpp.llama_memory_seq_rm(self._memory, lane, -1, -1)
+
+    def apply(self, operation: Copy | Remove) -> None:
+        """Run one operation; :class:`InvalidBatchError`, and nothing changed, if it cannot be."""
+        if isinstance(operation, Remove):
+            self._remove(operation)
+        else:
+            self._copy(operation)
+
+    def forget(self, lane: int) -> None:
+        """Free all that ``lane`` holds, whatever state it is in."""
+        llama_cpp.llama_memory_seq_cp(self._memory, lane, self._grave, -1, -1)
+        llama_cpp.llama_memory_seq_rm(self._memory, lane, -1, -1)
+        self.next_positions[lane] = 0
+        if not any(self.next_positions):
+            self.clear()
+
+    def clear(self) -> None:
+        llama_cpp.llama_memory_clear(self._memory, False)
+        self.next_positions = [0] * len(self.next_positions)
+        self._top = 0
+
+    def positions(self, lane: int) -> tuple[int, int]:
+        """First and last position ``lane`` holds, as llama.cpp says; (-1, -1) when empty."""
+        self._check_lane(lane)
+        return (
+            llama_cpp.llama_memory_seq_pos_min(self._memory, lane),
+            llama_cpp.llama_memory_seq_pos_max(self._memory, lane),
+        )
+
+    def _remove(self, operation: Remove) -> None:
+        lane, p0, p1 = operation.lane, operation.p0, operation.p1
+        self._check_lane(lane)
+        end = self.next_positions[lane]
+        if p0 <= 0 and (p1 < 0 or p1 >= end):
+            self.forget(lane)
+            return
+        if not 0 <= p0 < end or 0 <= p1 < end or self._is_recurrent:
+            kind = "a recurrent lane goes whole" if self._is_recurrent else "only a tail can go"
+            raise InvalidBatchError(
+                f"cannot remove positions [{p0}, {p1}) of lane {lane}, which holds [0, {end}): "
+                f"{kind}"
+            )
+        llama_cpp.llama_memory_seq_cp(self._memory, lane, self._grave, p0, -1)
+        if not llama_cpp.llama_memory_seq_rm(self._memory, lane, p0, -1):
+            raise InvalidBatchError(f"llama.cpp cannot remove positions from {p0} of lane {lane}")
+        self.next_positions[lane] = p0
+
+    def _copy(self, operation: Copy) -> None:
+        src, dst, p0, p1 = operation.src, operation.dst, operation.p0, operation.p1
+        self._check_lane(src)
+        self._check_lane(dst)
+        end, start = self.next_positions[src], self.next_positions[dst]
+        if src == dst or not 0 <= p0 < p1 <= end or start != p0:
+            raise InvalidBatchError(
+                f"cannot copy positions [{p0}, {p1}) of lane {src}, which holds [0, {end}), "
+                f"to lane {dst}, which ends at {start}"
+            )
+        if self._is_recurrent and (p0, p1) != (0, end):
+            raise InvalidBatchError(
+                f"cannot copy positions [{p0}, {p1}) of lane {src}: its recurrent state is that "
+                f"of position {end - 1} and no other"
+            )
+        llama_cpp.llama_memory_seq_cp(self._memory, src, dst, p0, p1)
+        # llama.cpp decodes after an invalid copy without a word, so ask where the lane stands.
+        expected = (p1 - 1, p1 - 1) if self._is_recurrent else (0, p1 - 1)
+        if self.positions(dst) != expected:
+            found = self.positions(dst)
+            self.forget(dst)
+            raise InvalidBatchError(
+                f"copying [{p0}, {p1}) of lane {src} left lane {dst} with positions {found}"
+            )
+        self.next_positions[dst] = p1
+
+    def _compact(self) -> None:
+        """Write every living lane back in one run, lowest cells first."""
+        saved = []
+        for lane, end in enumerate(self.next_positions):
+            if end:
+                size = llama_cpp.llama_state_seq_get_size(self._context, lane)
+                data = (ctypes.c_uint8 * size)()
+                llama_cpp.llama_state_seq_get_data(self._context, data, size, lane)
+                saved.append((lane, end, data, size))
+        self.clear()
+        lost = []
+        for lane, end, data, size in saved:
+            if llama_cpp.llama_state_seq_set_data(self._context, data, size, lane) == size:
+                self.advance({lane: end}, end)
+            else:
+                lost.append(lane)
+        self.num_compactions += 1
+        if lost:
+            raise DecodeError(f"compacting lost lanes {lost}", tuple(lost))
+
+    def _check_lane(self, lane: int) -> None:
+        if not 0 <= lane < len(self.next_positions):
+            raise InvalidBatchError(f"lane {lane} is not in [0, {len(self.next_positions)})")
