@@ -43,21 +43,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=24, help="steps a round (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="per stage (%(default)s)")
     parser.add_argument("--no-ray", action="store_true", help="leave out the hop")
+    parser.add_argument("--families", action="store_true", help="the profile's cost instead")
     return run(parser.parse_args(argv))
 
 
 class Steps:
     """The same steps for every arm: ``num_rows`` sequences fill up, then decode together."""
 
-    def __init__(self, num_rows: int, num_vocab: int):
-        self._num_rows = num_rows
+    def __init__(self, num_rows: int, num_vocab: int, *, epoch: int = 0, depth: int = DEPTH):
+        self._num_rows, self._epoch, self._depth = num_rows, epoch, depth
         self._tokens = np.random.default_rng(0).integers(3, num_vocab, 4096).tolist()
         self._step_id = 0
         self._position = 0
 
     def prefill(self) -> list[StepBatch]:
-        self._position = DEPTH
-        return [self._batch([lane] * DEPTH, range(DEPTH)) for lane in range(self._num_rows)]
+        depth = self._position = self._depth
+        return [self._batch([lane] * depth, range(depth)) for lane in range(self._num_rows)]
 
     def decode(self) -> StepBatch:
         position = self._position
@@ -69,7 +70,7 @@ class Steps:
         last = {lane: row for row, lane in enumerate(lanes)}
         is_new = positions[0] == 0
         return StepBatch(
-            epoch=0,
+            epoch=self._epoch,
             step_id=self._step_id - 1,
             operations=tuple(Remove(lane) for lane in last if is_new),
             lanes=tuple(lanes),
@@ -221,6 +222,11 @@ def _outside_ms(pipeline: RayPipeline, model: ModelFile, args: argparse.Namespac
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.families:
+        from bench.families import compare
+
+        print(json.dumps(compare(args.rounds, args.steps, args.threads)))
+        return 0
     model = ModelFile.open(demo_path() if args.model == "demo" else args.model)
     print(f"{model.paths[0].name}: {args.threads} threads, depth {DEPTH}, "
           f"{args.rounds} rounds of {args.steps} steps")  # fmt: skip
