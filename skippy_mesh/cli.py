@@ -105,6 +105,10 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--exact", choices=("auto", "off"), default="auto",
         help="auto: kernels by which company cannot change a request's bytes; off: the fastest",
     )  # fmt: skip
+    parser.add_argument(
+        "--allow-unproven", action="store_true",
+        help="take a model of unknown architecture for a dense one",
+    )  # fmt: skip
     parser.add_argument("-t", "--threads", type=int, metavar="N", help="per stage (all cores)")
     parser.add_argument(
         "--address", metavar="RAY", help="Ray cluster to join (RAY_ADDRESS, else one of its own)"
@@ -121,7 +125,7 @@ def run_generate(args: argparse.Namespace) -> int:
     sampling = SamplingParams(
         temperature=args.temp, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=seed
     )
-    model = open_model(args.model)
+    model = open_model(args.model, allow_unproven=args.allow_unproven)
     tokenizer = Tokenizer(str(model.paths[0]))
     prompt = tokenizer.encode(args.prompt, add_special=True, parse_special=True)
     request = Request(
@@ -170,7 +174,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from skippy_mesh.gateway.server import listen, serve
     from stages.tokenizer import Tokenizer
 
-    model = open_model(args.model)
+    model = open_model(args.model, allow_unproven=args.allow_unproven)
     cuts_of(args, model)
     with listen(args.host, args.port) as sock:
         tokenizer = Tokenizer(str(model.paths[0]))
@@ -204,10 +208,18 @@ def run_slice(args: argparse.Namespace) -> int:
     return 0
 
 
-def open_model(name: str) -> ModelFile:
+def open_model(name: str, *, allow_unproven: bool = False) -> ModelFile:
     from stages.gguf_file import ModelFile
 
-    return ModelFile.open(demo_path() if name == "demo" else name)
+    path = demo_path() if name == "demo" else name
+    model = ModelFile.open(path, allow_unproven=allow_unproven)
+    if not model.family.is_proven:
+        print(
+            f"skippy-mesh: {model.architecture} is an unproven architecture, taken for a dense "
+            f"one: its answers may be wrong when it is cut",
+            file=sys.stderr,
+        )
+    return model
 
 
 def demo_path() -> Path:
@@ -251,6 +263,7 @@ def stage_specs(args: argparse.Namespace, model: ModelFile) -> list[StageSpec]:
             first_layer=lo,
             end_layer=hi,
             context=context,
+            allow_unproven=args.allow_unproven,
         )
         for index, (lo, hi) in enumerate(itertools.pairwise(borders))
     ]

@@ -60,6 +60,7 @@ class StageSpec:
     first_layer: int
     end_layer: int
     context: ContextConfig
+    allow_unproven: bool = False
 
     @property
     def is_first(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from skippy_mesh.errors import UnsupportedModelError, UsageError
@@ -72,6 +72,10 @@ class Family:
     slice_keys: SliceKeys = field(default=_no_keys)
     slice_problem: SliceProblem = field(default=_no_problem)
     scaled_input: str = ""
+
+    @property
+    def is_proven(self) -> bool:
+        return self.name != "unproven"
 
     @property
     def is_recurrent(self) -> bool:
@@ -208,18 +212,40 @@ LINEAR = Family(
     slice_keys=_recurrent_keys,
 )
 
+# What files of architectures with other memory than plain attention carry.
+_OTHER_MEMORY_KEYS = (
+    "ssm.conv_kernel", "ssm.state_size", "wkv.head_size", "shortconv.l_cache",
+    "attention.kv_lora_rank", "full_attention_interval", "attention.recurrent_layers",
+    "attention.shared_kv_layers", "attention.chunk_size",
+)  # fmt: skip
 FAMILIES = (DENSE, MLA, WINDOW, SSM, LINEAR)
 
 
-def family_of(architecture: str) -> Family:
-    """The family of an architecture, or :class:`UnsupportedModelError` naming those that work."""
+_SCALES_INPUT = ("gemma", "minicpm3")
+
+
+def family_of(architecture: str, *, allow_unproven: bool = False) -> Family:
+    """The family of an architecture, or :class:`UnsupportedModelError` naming those that work.
+
+    With ``allow_unproven`` an unknown architecture is taken for a dense one: nothing shows that its
+    slices compute what the whole does, and a file with any other kind of memory is still refused.
+    """
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
+    if allow_unproven:
+        return replace(
+            DENSE,
+            name="unproven",
+            architectures=(architecture,),
+            pinned_cuts=(),
+            refused_keys=(*DENSE.refused_keys, *_OTHER_MEMORY_KEYS),
+            scaled_input="inp_scaled" if architecture.startswith(_SCALES_INPUT) else "",
+        )
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise UnsupportedModelError(
         f"architecture {architecture!r} is not supported: no proven way to cut it "
-        f"(supported: {known})"
+        f"(supported: {known}); --allow-unproven takes it for a dense model"
     )
 
 

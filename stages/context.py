@@ -109,15 +109,14 @@ class StageContext:
         )
         self.native_s = 0.0  # spent inside llama_decode, in all
         self._buffer = BatchBuffer(native_rows)
-        self._logits_buffer = np.empty((0, self.num_vocab), np.float32)
 
     def decode(self, rows: Rows) -> Floats:
         """Compute ``rows`` in one micro-batch.
 
         On the last stage float32 ``[n_outputs, n_vocab]``, one row for each flagged row in batch
-        order, overwritten by the next decode; elsewhere a fresh ``[n_rows, n_embd]``.
-        :class:`InvalidBatchError` and :class:`NoRoomError` change nothing; :class:`DecodeError`
-        has dropped the lanes it names.
+        order, which the next decode overwrites: copy what must last. Elsewhere a fresh
+        ``[n_rows, n_embd]``. :class:`InvalidBatchError` and :class:`NoRoomError` change nothing;
+        :class:`DecodeError` has dropped the lanes it names.
         """
         self._check_owner()
         reached = check_rows(
@@ -241,18 +240,23 @@ class StageContext:
             )
 
     def _logits(self, rows: Rows) -> Floats:
+        # By batch index: output rows are compact and may be reordered inside.
         flagged = [row for row, is_output in enumerate(rows.outputs) if is_output]
-        if len(flagged) > len(self._logits_buffer):
-            # Kept and reused: fresh pages for 200 KB a row cost more than the copy.
-            self._logits_buffer = np.empty((len(flagged), self.num_vocab), np.float32)
-        address, stride = self._logits_buffer.ctypes.data, self._logits_buffer.strides[0]
-        for index, row in enumerate(flagged):
-            # By batch index: output rows are compact and may be reordered inside.
-            found = llama_cpp.llama_get_logits_ith(self._context, row)
-            if not found:
-                raise RuntimeError(f"llama.cpp has no logits for row {row}: {last_error()}")
-            ctypes.memmove(address + index * stride, found, stride)
-        return self._logits_buffer[: len(flagged)]
+        if not flagged:
+            return np.empty((0, self.num_vocab), np.float32)
+        found = [llama_cpp.llama_get_logits_ith(self._context, row) for row in flagged]
+        if not all(found):
+            raise RuntimeError(f"llama.cpp lacks the logits of a row: {last_error()}")
+        addresses = [address_of(pointer) for pointer in found]
+        row_bytes = 4 * self.num_vocab
+        if addresses == [addresses[0] + row_bytes * index for index in range(len(found))]:
+            # In one run, as nearly always: a view, because copying 200 KB a row is not free.
+            run = (ctypes.c_float * (len(found) * self.num_vocab)).from_address(addresses[0])
+            return np.ctypeslib.as_array(run).reshape(len(found), self.num_vocab)
+        logits = np.empty((len(found), self.num_vocab), np.float32)
+        for index, address in enumerate(addresses):
+            ctypes.memmove(logits[index].ctypes.data, address, row_bytes)
+        return logits
 
     def _tapped(self, num_rows: int) -> Floats:
         """The last layer's rows, none on the last stage. RuntimeError unless every node the tap

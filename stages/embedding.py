@@ -44,7 +44,8 @@ class Embedding:
     def __init__(self, model: ModelFile):
         table = model.tensor("token_embd.weight")
         self.num_tokens, self.num_embd = model.num_vocab, model.width
-        self._rows = table.data.reshape(self.num_tokens, -1)
+        # A plain view: numpy.memmap makes a new mapping object of every row taken.
+        self._rows = np.asarray(table.data).reshape(self.num_tokens, -1)
         self._is_f32 = table.type == 0
         traits = _traits_of(table.type)
         # A changed struct layout must not become a jump into nowhere.

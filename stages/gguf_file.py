@@ -69,13 +69,13 @@ class ModelFile:
     max_trained_tokens: int
 
     @classmethod
-    def open(cls, path: str | Path) -> ModelFile:
+    def open(cls, path: str | Path, *, allow_unproven: bool = False) -> ModelFile:
         """Describe the model that ``path`` is, or is a part of; :class:`ModelFileError` if none."""
         with reading(path):
             paths = _all_parts(Path(path))
             stamp = fingerprint(paths)
             metadata, tensors = _read_parts(paths)
-        facts = _describe(paths[0], metadata, tensors)
+        facts = _describe(paths[0], metadata, tensors, allow_unproven)
         return cls(paths=paths, stamp=stamp, metadata=metadata, tensors=tensors, **facts)
 
     @cached_property
@@ -177,11 +177,14 @@ def _read_parts(paths: tuple[Path, ...]) -> tuple[dict[str, Value], dict[str, Te
 
 
 def _describe(
-    path: Path, metadata: Mapping[str, Value], tensors: Mapping[str, Tensor]
+    path: Path,
+    metadata: Mapping[str, Value],
+    tensors: Mapping[str, Tensor],
+    allow_unproven: bool,
 ) -> dict[str, Any]:
     """The facts of a :class:`ModelFile` that its metadata tells, checked against its tensors."""
     architecture = _text(path, metadata, "general.architecture")
-    family = family_of(architecture)
+    family = family_of(architecture, allow_unproven=allow_unproven)
 
     def number(key: str, default: int | None = None) -> int:
         return _number(path, metadata, f"{architecture}.{key}", default)

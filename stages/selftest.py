@@ -27,7 +27,7 @@ CROWDS = (2, 4, 8, 33)
 RECURRENT_CROWDS = (2, 4, 8)  # each lane costs a state row, tens of megabytes in a real model
 _NUM_CELLS = 512
 _CHUNK, _NUM_DECODES = 4, 3  # a multiple of every pad, so that recurrent families take it whole
-_VERSION = 1
+_VERSION = 2
 
 
 def failure_of(context: StageContext, *, is_recurrent: bool, crowds: Sequence[int]) -> str | None:
@@ -63,7 +63,9 @@ class _Subject:
         leaver = 1 + num_others
         try:
             if num_others:
-                self._step([], [leaver], [0])
+                # So many cells that, reused too early, they would take in the subject's next row.
+                num_rows = _CHUNK * (1 + num_others // _CHUNK)
+                self._decode([(leaver, place) for place in range(num_rows)])
             outputs = [self._step(range(_CHUNK), others, [0] * num_others)]
             if num_others:
                 context.apply(Remove(leaver))  # its cells lie below the subject's

@@ -85,7 +85,7 @@ class StageWorker:
     def load(self, progress: Progress | None = None) -> StageInfo:
         """Cut the slice if the cache lacks it, load it, prove it, and measure."""
         spec = self.spec
-        model = ModelFile.open(spec.model_path)
+        model = ModelFile.open(spec.model_path, allow_unproven=spec.allow_unproven)
         profile = PLAIN
         if spec.context.exact:
             profile = choose_profile(matrix_types(model.tensors.values()), can_repack=can_repack())
@@ -118,6 +118,8 @@ class StageWorker:
         config = self.spec.context
         if not config.exact:
             return "switched off (--exact off)"
+        if not model.family.is_proven:
+            return f"nothing is proven of architecture {model.architecture} (--allow-unproven)"
         if config.kv_type not in EXACT_KV_TYPES:
             return f"with {config.kv_type} KV, attention rounds by the shape of a step"
         key = (

@@ -74,6 +74,16 @@ def test_an_unknown_architecture_is_refused_by_name():
         family_of("mamba")
 
 
+def test_an_unproven_architecture_is_taken_for_a_dense_one_only_when_asked():
+    family = family_of("qwen2", allow_unproven=True)
+    assert not family.is_proven
+    assert family.components == ("attention",)
+    assert {"expert_count", "ssm.conv_kernel"} <= set(family.refused_keys)
+    assert family_of("gemma3", allow_unproven=True).scaled_input == "inp_scaled"
+    assert family_of("llama", allow_unproven=True) is family_of("llama")
+    assert all(family.is_proven for family in FAMILIES)
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_manifest_row_is_complete(family):
     """Each KV class has one row, and its pinned cuts are legal on the real model."""
