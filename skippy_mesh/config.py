@@ -9,6 +9,7 @@ from skippy_mesh.messages import MAX_LANES
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS; more is a native assert
 EXACT_KV_TYPES = ("q8_0", "bf16")
+NUM_SPARE_LANES = 4  # a context keeps one for freed cells, up to three for rows that pad
 KV_TYPES = ("q8_0", "bf16", "f16", "f32")
 MAX_CELLS = 2**31 - 1
 """llama.cpp counts positions in 32 bits; more would wrap around to a small pool."""
@@ -35,8 +36,10 @@ class ContextConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.num_cells <= MAX_CELLS:
             raise UsageError(f"the context takes from 1 to {MAX_CELLS} cells, got {self.num_cells}")
-        if not 1 <= self.num_lanes <= MAX_LANES:
-            raise UsageError(f"lanes must be from 1 to {MAX_LANES}, got {self.num_lanes}")
+        if not 1 <= self.num_lanes <= MAX_LANES - NUM_SPARE_LANES:
+            raise UsageError(
+                f"lanes must be from 1 to {MAX_LANES - NUM_SPARE_LANES}, got {self.num_lanes}"
+            )
         if self.max_rows < 1:
             raise UsageError(f"a step needs at least 1 row, got {self.max_rows}")
         if not 1 <= self.num_threads <= MAX_THREADS:

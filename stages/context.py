@@ -93,7 +93,11 @@ class StageContext:
         self.num_lanes = config.num_lanes
         self._scratch_lanes = range(config.num_lanes + 1, config.num_lanes + profile.pad)
         rss_before = _rss_bytes()
-        self._context = self._new_context(config)
+        try:
+            self._context = self._new_context(config)
+        except RuntimeUnavailableError:
+            self._free()
+            raise
         self._context_bytes = _rss_bytes() - rss_before
         # llama.cpp rounds what was asked for; only what it reports may be relied on.
         self.num_cells: int = llama_cpp.llama_n_ctx(self._context)
@@ -185,11 +189,15 @@ class StageContext:
         """Give everything back to the system. The context is unusable afterwards."""
         self._check_owner()
         llama_cpp.llama_free(self._context)
+        self._free()
+        self._owner = -1
+
+    def _free(self) -> None:
+        """What the context was built from."""
         if self._owns_model:
             llama_cpp.llama_model_free(self._model)
         if self._tap:
             tap_library().tap_free(self._tap)
-        self._owner = -1
 
     def _load_model(self, path: Path) -> int:
         params = llama_cpp.llama_model_default_params()
@@ -204,8 +212,9 @@ class StageContext:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = config.num_cells
         pad = self._profile.pad
-        params.n_batch = params.n_ubatch = config.max_rows + -config.max_rows % pad
         params.n_seq_max = config.num_lanes + pad  # the lanes, the grave, and padding's
+        num_rows = max(config.max_rows, params.n_seq_max)  # fewer are a native assert
+        params.n_batch = params.n_ubatch = num_rows + -num_rows % pad
         # A window pool that recycles cells would not keep them in order (stages/memory.py).
         params.swa_full = True
         params.n_threads = params.n_threads_batch = config.num_threads

@@ -38,7 +38,7 @@ def can_repack(command: Sequence[str] = PROBE_COMMAND) -> bool:
     memo = cache_dir() / "probe" / f"{key}.json"
     try:
         return bool(json.loads(memo.read_text())["can_repack"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     verdict = _probe(command)
     write_text(memo, json.dumps({"can_repack": verdict}))

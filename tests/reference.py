@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from skippy_mesh.messages import StepBatch
+from skippy_mesh.config import ContextConfig, StageSpec
+from skippy_mesh.messages import Copy, Remove, StepBatch
 from stages.reference import Reference as Reference  # the other side of every comparison
 
 
@@ -34,18 +37,41 @@ def mixed_steps(
 
 
 def step_of(
-    step_id: int, rows: Sequence[tuple[int, int]], tokens: dict[int, list[int]]
+    step_id: int,
+    rows: Sequence[tuple[int, int]],
+    tokens: Mapping[int, Sequence[int]],
+    *,
+    operations: tuple[Copy | Remove, ...] = (),
 ) -> StepBatch:
     """A step over (lane, position) rows that samples each lane's last row."""
     last = {lane: row for row, (lane, _) in enumerate(rows)}
     return StepBatch(
         epoch=0,
         step_id=step_id,
+        operations=operations,
         lanes=tuple(lane for lane, _ in rows),
         positions=tuple(position for _, position in rows),
         tokens=tuple(tokens[lane][position] for lane, position in rows),
         samples=tuple(last[lane] == row for row, (lane, _) in enumerate(rows)),
     )
+
+
+def specs_of(
+    path: Path, num_layers: int, cuts: Sequence[int], context: ContextConfig
+) -> list[StageSpec]:
+    """One stage for each run of layers between the cuts."""
+    borders = (0, *cuts, num_layers)
+    return [
+        StageSpec(
+            index=index,
+            num_stages=len(borders) - 1,
+            model_path=str(path),
+            first_layer=lo,
+            end_layer=hi,
+            context=context,
+        )
+        for index, (lo, hi) in enumerate(itertools.pairwise(borders))
+    ]
 
 
 def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -200,18 +201,18 @@ GENERATE = ("generate", "demo", "-p", "Hello", "-n", "2", "-t", "1")
 LONG = " ".join(["long"] * 600)
 
 FAILURES = {
-    "missing file": (("generate", "{bad}/none.gguf", "-p", "Hello"), 1, "none.gguf"),
-    "folder": (("generate", "{bad}", "-p", "Hello"), 1, "folder"),
-    "text file": (("generate", "{bad}/text.gguf", "-p", "Hello"), 1, "not a GGUF"),
-    "empty file": (("generate", "{bad}/empty.gguf", "-p", "Hello"), 1, "empty"),
-    "truncated header": (("generate", "{bad}/header.gguf", "-p", "Hello"), 1, "truncated"),
-    "truncated weights": (("generate", "{bad}/weights.gguf", "-p", "Hello"), 1, "truncated"),
-    "serve a missing file": (("serve", "{bad}/none.gguf", "--port", "0"), 1, "none.gguf"),
-    "port in use": (("serve", "demo", "--port", "{port}"), 1, "{port}"),
-    "address of no Ray": ((*GENERATE, "--stages", "2", "--address", "127.0.0.1:1"), 1, ":1"),
-    "address of a mute": ((*GENERATE, "--stages", "2", "--address", "127.0.0.1:{port}"), 1, "Ray"),
-    "address of no form": ((*GENERATE, "--stages", "2", "--address", "nonsense"), 1, "nonsense"),
-    "pool beyond memory": ((*GENERATE, "--ctx-size", "2000000000"), 1, "--ctx-size"),
+    "missing file": (("generate", "{bad}/none.gguf", "-p", "Hello"), "none.gguf"),
+    "folder": (("generate", "{bad}", "-p", "Hello"), "folder"),
+    "text file": (("generate", "{bad}/text.gguf", "-p", "Hello"), "not a GGUF"),
+    "empty file": (("generate", "{bad}/empty.gguf", "-p", "Hello"), "empty"),
+    "truncated header": (("generate", "{bad}/header.gguf", "-p", "Hello"), "truncated"),
+    "truncated weights": (("generate", "{bad}/weights.gguf", "-p", "Hello"), "truncated"),
+    "serve a missing file": (("serve", "{bad}/none.gguf", "--port", "0"), "none.gguf"),
+    "port in use": (("serve", "demo", "--port", "{port}"), "{port}"),
+    "address of no Ray": ((*GENERATE, "--stages", "2", "--address", "127.0.0.1:1"), ":1"),
+    "address of a mute": ((*GENERATE, "--stages", "2", "--address", "127.0.0.1:{port}"), "Ray"),
+    "address of no form": ((*GENERATE, "--stages", "2", "--address", "nonsense"), "nonsense"),
+    "pool beyond memory": ((*GENERATE, "--ctx-size", "2000000000"), "--ctx-size"),
 }
 
 USAGES = {
@@ -256,22 +257,34 @@ def refused(done, code, needle):
     assert len(stderr) < 300
 
 
-@pytest.mark.parametrize("case", FAILURES)
-def test_a_failure_is_one_line_and_exit_1(run, bad_files, case):
-    arguments, code, needle = FAILURES[case]
-    with socket.socket() as taken:
+@pytest.fixture(scope="module")
+def outcomes(run, bad_files):
+    """How every command above ends, some at a time: most of it is starting Python and waiting."""
+    with socket.socket() as taken, ThreadPoolExecutor(4) as pool:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         names = {"bad": bad_files, "port": taken.getsockname()[1]}
-        # Ray itself would try for minutes; here the limit is 10 s and the start of Python.
-        done = run(*(each.format(**names) for each in arguments), timeout=120)
-    refused(done, code, needle.format(**names))
+
+        def outcome(arguments):
+            filled = [each.format(**names) if isinstance(each, str) else each for each in arguments]
+            # Ray would try an address for minutes; here the limit is 10 s and the start of Python.
+            return run(*filled, timeout=200)
+
+        cases = {**FAILURES, **USAGES}
+        ended = pool.map(outcome, (case[0] for case in cases.values()))
+        yield dict(zip(cases, ended, strict=True)), names
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failure_is_one_line_and_exit_1(outcomes, case):
+    ended, names = outcomes
+    refused(ended[case], 1, FAILURES[case][1].format(**names))
 
 
 @pytest.mark.parametrize("case", USAGES)
-def test_bad_usage_is_one_line_and_exit_2(run, case):
-    arguments, needle = USAGES[case]
-    refused(run(*arguments, timeout=120), 2, needle)
+def test_bad_usage_is_one_line_and_exit_2(outcomes, case):
+    ended, _ = outcomes
+    refused(ended[case], 2, USAGES[case][1])
 
 
 def test_debug_shows_where(run):

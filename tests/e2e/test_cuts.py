@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -13,25 +11,10 @@ from stages.pipeline import LocalPipeline
 from stages.profile import choose_profile, matrix_types
 from stages.worker import StageWorker
 from tests.models import make_llama
-from tests.reference import Reference, assert_same_bits, mixed_steps
+from tests.reference import Reference, assert_same_bits, mixed_steps, specs_of
 
 # One thread: tiny models finish before a second one is awake.
 CONTEXT = ContextConfig(num_cells=2048, num_lanes=8, num_threads=1)
-
-
-def specs_of(path, num_layers, cuts, context=CONTEXT):
-    borders = (0, *cuts, num_layers)
-    return [
-        StageSpec(
-            index=index,
-            num_stages=len(borders) - 1,
-            model_path=str(path),
-            first_layer=lo,
-            end_layer=hi,
-            context=context,
-        )
-        for index, (lo, hi) in enumerate(itertools.pairwise(borders))
-    ]
 
 
 def logits_of(path, num_layers, cuts, steps, context=CONTEXT):
@@ -101,7 +84,9 @@ def test_the_comparison_sees_a_tap_one_layer_early(tmp_path, monkeypatch):
     steps = mixed_steps(320, num_prompt=20, num_decodes=1)
     real = context._new_tap
     monkeypatch.setattr(
-        context, "_new_tap", lambda last: real(f"l_out-{int(last.split('-')[1]) - 1}")
+        context,
+        "_new_tap",
+        lambda last, restored: real(last and f"l_out-{int(last.split('-')[1]) - 1}", restored),
     )
     found = logits_of(path, 6, (3,), steps)
     with pytest.raises(AssertionError, match="differ"):
@@ -112,7 +97,7 @@ def test_the_comparison_sees_layers_in_the_wrong_place(tmp_path):
     """A planted fault: stage 1 runs layers 2:5 where 3:6 belong."""
     path = make_llama(tmp_path / "tiny.gguf")
     steps = mixed_steps(320, num_prompt=20, num_decodes=1)
-    first, last = specs_of(path, 6, (3,))
+    first, last = specs_of(path, 6, (3,), CONTEXT)
     other = make_llama(tmp_path / "other.gguf", seed=1)
     last = StageSpec(
         index=1, num_stages=2, model_path=str(other), first_layer=3, end_layer=6, context=CONTEXT

@@ -240,29 +240,27 @@ def test_one_stage_serves_the_same_bytes_without_ray(client, env, ray_dir, log):
     assert single.log.read_text() == ""
 
 
-def test_a_dead_stage_is_reported_and_the_server_still_ends(env, ray_dir, log):
-    with serving(*MESH, "--port", "0", env=env, log=log / "dead") as server:
-        mine = tree(server.process.pid, Path("/nonexistent"))
-        stage = stages_in(mine)[0]
-        stream = client_of(server).completions.create(
-            model="demo", prompt="Count: one, two,", stream=True, **ENDLESS
-        )
-        received = iter(stream)
-        next(received)
-        os.kill(stage.pid, signal.SIGKILL)
-        with pytest.raises(openai.APIError):
-            for _ in received:
-                pass
-        deadline = time.monotonic() + GONE_WITHIN_S
-        while (reply := httpx.get(f"{server.url}/health", timeout=30)).status_code == 200:
-            assert time.monotonic() < deadline
-        assert reply.status_code == 503
-        assert reply.json()["error"]["code"] == "stage_unavailable"
-        with pytest.raises(openai.APIStatusError) as caught:
-            complete(client_of(server), "Once upon a time")
-        assert caught.value.status_code == 503
-        assert server.end(signal.SIGTERM, within_s=GONE_WITHIN_S) == 0
-    assert still_alive(mine, within_s=GONE_WITHIN_S) == []
+def test_a_dead_stage_is_reported_and_the_server_still_ends(server, client):
+    """The last one to use this server."""
+    started = tree(server.process.pid, server.log)
+    stream = client.completions.create(
+        model="demo", prompt="Count: one, two,", stream=True, **ENDLESS
+    )
+    next(received := iter(stream))
+    os.kill(stages_in(started)[0].pid, signal.SIGKILL)
+    with pytest.raises(openai.APIError):
+        for _ in received:
+            pass
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (reply := httpx.get(f"{server.url}/health", timeout=30)).status_code == 200:
+        assert time.monotonic() < deadline
+    assert reply.status_code == 503
+    assert reply.json()["error"]["code"] == "stage_unavailable"
+    with pytest.raises(openai.APIStatusError) as caught:
+        complete(client, "Once upon a time")
+    assert caught.value.status_code == 503
+    assert server.end(signal.SIGTERM, within_s=GONE_WITHIN_S) == 0
+    assert still_alive(started, within_s=GONE_WITHIN_S) == []
 
 
 @pytest.mark.timeout(AGENTS_GONE_WITHIN_S + 60)

@@ -123,7 +123,7 @@ def test_every_stage_keeps_a_layer_of_each_memory_kind(family, num_layers, legal
 def test_the_missing_memory_kind_is_named():
     with pytest.raises(UsageError, match="layers 5:6 of this gemma2 model hold no window layer"):
         check_slice(WINDOW, facts(WINDOW, 6), 5, 6)
-    with pytest.raises(UsageError, match="layers 0:3 .* no attention layer"):
+    with pytest.raises(UsageError, match=r"layers 0:3 .* no attention layer"):
         check_slice(LINEAR, facts(LINEAR, 8), 0, 3)
 
 
@@ -143,7 +143,7 @@ def test_layer_patterns_do_not_restart_at_a_cut():
 
 
 def test_gemma2_27b_slices_are_refused_with_the_reason():
-    with pytest.raises(UsageError, match="46 layers .*attention scale"):
+    with pytest.raises(UsageError, match=r"46 layers .*attention scale"):
         check_cuts(WINDOW, facts(WINDOW, 46), (23,))
     assert check_cuts(WINDOW, facts(WINDOW, 46), ()) == ()
 
