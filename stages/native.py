@@ -21,7 +21,7 @@ os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 # libgomp's threads spin about a millisecond at each of a step's thousand barriers. On a machine
 # that does anything else besides, the spinning keeps the awaited thread from running, and a step
 # takes ten times as long (bench/RESULTS.md, "Spinning").
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import llama_cpp
 
