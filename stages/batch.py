@@ -96,14 +96,13 @@ class BatchBuffer:
         count = rows.num_rows
         total = count + len(padding.lanes)
         self._positions[:count] = rows.positions
-        self._positions[count:total] = 0
         self._lanes[:count] = rows.lanes
-        self._lanes[count:total] = padding.lanes
-        self._outputs[:count] = rows.outputs
-        self._outputs[count:total] = False
-        self._outputs[list(padding.outputs)] = True
-        if all_outputs:
-            self._outputs[:total] = True
+        self._outputs[:count] = True if all_outputs else rows.outputs
+        if padding.outputs or padding.lanes:
+            self._positions[count:total] = 0
+            self._lanes[count:total] = padding.lanes
+            self._outputs[count:total] = all_outputs
+            self._outputs[list(padding.outputs)] = True
         # Arrays that arrive over Ray are read-only views that may be freed; own what C reads.
         inputs = np.zeros((total, rows.inputs.shape[1]), np.float32)
         inputs[:count] = rows.inputs

@@ -24,7 +24,7 @@ from skippy_mesh.errors import (
     NoRoomError,
     RuntimeUnavailableError,
 )
-from skippy_mesh.messages import Copy, Remove
+from skippy_mesh.messages import MAX_LANES, Copy, Remove
 from stages.batch import BatchBuffer, Floats, Rows, check_rows
 from stages.memory import LaneMemory
 from stages.native import (
@@ -113,6 +113,7 @@ class StageContext:
         )
         self.native_s = 0.0  # spent inside llama_decode, in all
         self._buffer = BatchBuffer(native_rows)
+        self._views: dict[tuple[int, int], Floats] = {}
 
     def decode(self, rows: Rows) -> Floats:
         """Compute ``rows`` in one micro-batch.
@@ -260,12 +261,19 @@ class StageContext:
         row_bytes = 4 * self.num_vocab
         if addresses == [addresses[0] + row_bytes * index for index in range(len(found))]:
             # In one run, as nearly always: a view, because copying 200 KB a row is not free.
-            run = (ctypes.c_float * (len(found) * self.num_vocab)).from_address(addresses[0])
-            return np.ctypeslib.as_array(run).reshape(len(found), self.num_vocab)
-        logits = np.empty((len(found), self.num_vocab), np.float32)
-        for index, address in enumerate(addresses):
-            ctypes.memmove(logits[index].ctypes.data, address, row_bytes)
-        return logits
+            return self._view(addresses[0], len(found))
+        return np.concatenate([self._view(address, 1) for address in addresses])
+
+    def _view(self, address: int, num_rows: int) -> Floats:
+        """Rows of logits where the library keeps them. Its buffer rarely moves: kept by place."""
+        view = self._views.get((address, num_rows))
+        if view is None:
+            if len(self._views) > MAX_LANES:
+                self._views.clear()
+            run = (ctypes.c_float * (num_rows * self.num_vocab)).from_address(address)
+            view = np.ctypeslib.as_array(run).reshape(num_rows, self.num_vocab)
+            self._views[address, num_rows] = view
+        return view
 
     def _tapped(self, num_rows: int) -> Floats:
         """The last layer's rows, none on the last stage. RuntimeError unless every node the tap

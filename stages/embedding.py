@@ -58,12 +58,11 @@ class Embedding:
 
     def __call__(self, tokens: Sequence[int]) -> Floats:
         """float32 ``[len(tokens), n_embd]``."""
-        ids = np.asarray(tokens, np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() >= self.num_tokens):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.num_tokens:
             raise InvalidBatchError(f"a token id is not in [0, {self.num_tokens})")
-        packed = np.ascontiguousarray(self._rows[ids])
+        packed = self._rows[np.array(tokens, np.intp)]
         if self._is_f32:
             return packed.view(np.float32)
-        rows = np.empty((len(ids), self.num_embd), np.float32)
+        rows = np.empty((len(tokens), self.num_embd), np.float32)
         self._to_float(packed.ctypes.data, rows.ctypes.data, rows.size)
         return rows
