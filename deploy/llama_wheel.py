@@ -26,6 +26,7 @@ import tempfile
 from pathlib import Path
 
 VERSION = "0.3.36"
+SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 SDIST_NAME = f"llama_cpp_python-{VERSION}.tar.gz"
 # CPU features whose presence changes what -march=native compiles.
 ISA_PREFIXES = ("sse", "ssse", "avx", "fma", "f16c", "bmi", "amx", "gfni", "vaes")
@@ -84,6 +85,11 @@ def build_key(cc: str, flags: list[str]) -> dict[str, object]:
     }
 
 
+def wheel_home(root: Path, key: dict[str, object]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return root / f"llama-cpp-python-{VERSION}-{digest}"
+
+
 def fetch_sdist(into: Path) -> Path:
     path = into / SDIST_NAME
     if not path.exists():
@@ -105,6 +111,8 @@ def fetch_sdist(into: Path) -> Path:
             )
             found = next(Path(tmp).glob("llama_cpp_python-*.tar.gz"))
             found.replace(path)
+    if hashlib.sha256(path.read_bytes()).hexdigest() != SDIST_SHA256:
+        sys.exit(f"llama_wheel: {path} is not the pinned source: delete it and try again")
     return path
 
 
@@ -176,8 +184,7 @@ def main(argv: list[str]) -> int:
         return 0
     if argv:
         sys.exit("llama_wheel: usage: llama_wheel.py [--sdist | --key]")
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    home = root / f"llama-cpp-python-{VERSION}-{digest}"
+    home = wheel_home(root, key)
     with open(root / f"{home.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two checkouts may set up at once
         if not any(home.glob("*.whl")):
