@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import commit, machine_facts
-from skippy_mesh.config import ContextConfig
+from skippy_mesh.config import ContextConfig, specs_of
 
 ROWS = (1, 4, 8, 32)
 FAMILIES = ("dense", "mla", "window", "ssm", "linear")
@@ -77,7 +77,7 @@ def _child(path: Path, arm: str, steps: int, threads: int) -> Any:
 
 def measure(path: str, arm: str, steps: int, threads: int) -> dict[str, object]:
     """One arm in this process: median milliseconds of a prefill chunk and of decode steps."""
-    from bench.stage import Steps, specs_of, timed
+    from bench.stage import Steps, timed
     from stages.gguf_file import ModelFile
     from stages.pipeline import LocalPipeline
     from stages.worker import StageWorker
@@ -86,7 +86,8 @@ def measure(path: str, arm: str, steps: int, threads: int) -> dict[str, object]:
     context = ContextConfig(
         num_cells=16384, num_lanes=max(ROWS), num_threads=threads, exact=arm == "exact"
     )
-    pipeline = LocalPipeline([StageWorker(spec) for spec in specs_of(model, (), context)])
+    specs = specs_of(model.paths[0], model.num_layers, (), context)
+    pipeline = LocalPipeline([StageWorker(spec) for spec in specs])
     profile = pipeline.infos[0].profile
     milliseconds: dict[str, float] = {}
     for column, rows, depth in (("prefill", 1, _CHUNK), *((f"{n} rows", n, 64) for n in ROWS)):

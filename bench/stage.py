@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.machine import commit, machine_facts
 from skippy_mesh.cli import demo_path
-from skippy_mesh.config import ContextConfig, StageSpec
+from skippy_mesh.config import ContextConfig, specs_of
 from skippy_mesh.messages import Remove, SamplingParams, StepBatch
 from skippy_mesh.wire import decode_activations, decode_step, encode_activations, encode_step
 from stages.embedding import Embedding
@@ -115,17 +115,6 @@ class Arm:
         }
 
 
-def specs_of(model: ModelFile, cuts: Sequence[int], context: ContextConfig) -> list[StageSpec]:
-    borders = [0, *cuts, model.num_layers]
-    return [
-        StageSpec(
-            index=index, num_stages=len(cuts) + 1, model_path=str(model.paths[0]),
-            first_layer=lo, end_layer=hi, context=context,
-        )
-        for index, (lo, hi) in enumerate(itertools.pairwise(borders))
-    ]  # fmt: skip
-
-
 def measure_local(model: ModelFile, args: argparse.Namespace, num_rows: int) -> dict[str, object]:
     """Plain, one stage and two stages at ``num_rows``, side by side."""
     context = ContextConfig(
@@ -135,12 +124,12 @@ def measure_local(model: ModelFile, args: argparse.Namespace, num_rows: int) -> 
     with ExitStack() as stack:
         plain = Reference(model.paths[0], context)
         stack.callback(plain.close)
-        workers = [StageWorker(spec) for spec in specs_of(model, (), context)]
+        path, num_layers = model.paths[0], model.num_layers
+        workers = [StageWorker(spec) for spec in specs_of(path, num_layers, (), context)]
         one = LocalPipeline(workers)
         stack.callback(one.close)
-        two = LocalPipeline(
-            [StageWorker(s) for s in specs_of(model, (model.num_layers // 2,), context)]
-        )
+        halves = specs_of(path, num_layers, (num_layers // 2,), context)
+        two = LocalPipeline([StageWorker(spec) for spec in halves])
         stack.callback(two.close)
         arms = [
             Arm("plain", plain.decode, Steps(num_rows, model.num_vocab)),
@@ -197,7 +186,8 @@ def measure_hops(model: ModelFile, args: argparse.Namespace) -> dict[str, object
     with ray_cluster(address=None, num_cpus=3 * args.threads, namespace="bench"):
         for num_stages in (1, 2, 3):
             cuts = [model.num_layers * k // num_stages for k in range(1, num_stages)]
-            with stage_actors(specs_of(model, cuts, context), mesh_name="bench") as pipeline:
+            specs = specs_of(model.paths[0], model.num_layers, cuts, context)
+            with stage_actors(specs, mesh_name="bench") as pipeline:
                 outside[num_stages] = _outside_ms(pipeline, model, args)
     medians = {count: statistics.median(times) for count, times in outside.items()}
     per_hop = [outside[3][k] - outside[2][k] for k in range(args.rounds)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import importlib.util
-import itertools
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from skippy_mesh import __version__
-from skippy_mesh.config import KV_TYPES, ContextConfig, StageSpec
+from skippy_mesh.config import KV_TYPES, ContextConfig, StageSpec, specs_of
 from skippy_mesh.errors import ModelFileError, SkippyError, UsageError
 from skippy_mesh.families import check_cuts, even_cuts
 
@@ -247,7 +246,6 @@ def cuts_of(args: argparse.Namespace, model: ModelFile) -> tuple[int, ...]:
 
 
 def stage_specs(args: argparse.Namespace, model: ModelFile) -> list[StageSpec]:
-    borders = (0, *cuts_of(args, model), model.num_layers)
     context = ContextConfig(
         num_cells=args.ctx_size,
         num_lanes=1,
@@ -255,18 +253,13 @@ def stage_specs(args: argparse.Namespace, model: ModelFile) -> list[StageSpec]:
         exact=args.exact == "auto",
         num_threads=(os.cpu_count() or 1) if args.threads is None else args.threads,
     )
-    return [
-        StageSpec(
-            index=index,
-            num_stages=len(borders) - 1,
-            model_path=str(model.paths[0].resolve()),
-            first_layer=lo,
-            end_layer=hi,
-            context=context,
-            allow_unproven=args.allow_unproven,
-        )
-        for index, (lo, hi) in enumerate(itertools.pairwise(borders))
-    ]
+    return specs_of(
+        model.paths[0].resolve(),
+        model.num_layers,
+        cuts_of(args, model),
+        context,
+        allow_unproven=args.allow_unproven,
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from skippy_mesh.errors import UsageError
 from skippy_mesh.messages import MAX_LANES
@@ -72,3 +75,27 @@ class StageSpec:
     @property
     def is_last(self) -> bool:
         return self.index == self.num_stages - 1
+
+
+def specs_of(
+    model_path: str | Path,
+    num_layers: int,
+    cuts: Sequence[int],
+    context: ContextConfig,
+    *,
+    allow_unproven: bool = False,
+) -> list[StageSpec]:
+    """One stage for each run of layers between the inner borders ``cuts``."""
+    borders = (0, *cuts, num_layers)
+    return [
+        StageSpec(
+            index=index,
+            num_stages=len(borders) - 1,
+            model_path=str(model_path),
+            first_layer=lo,
+            end_layer=hi,
+            context=context,
+            allow_unproven=allow_unproven,
+        )
+        for index, (lo, hi) in enumerate(itertools.pairwise(borders))
+    ]

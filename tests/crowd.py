@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from skippy_mesh.config import ContextConfig
+from skippy_mesh.config import ContextConfig, specs_of
 from skippy_mesh.messages import Copy, Remove, StepBatch
 from stages.batch import Floats
 from stages.gguf_file import ModelFile
@@ -23,7 +23,7 @@ from stages.pipeline import LocalPipeline
 from stages.profile import choose_profile, matrix_types
 from stages.reference import Reference
 from stages.worker import StageWorker
-from tests.reference import specs_of, step_of
+from tests.reference import step_of
 
 # One thread: tiny models finish before a second one is awake. 516 is the largest step here.
 CONTEXT = ContextConfig(num_cells=1280, num_lanes=6, max_rows=520, num_threads=1)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from skippy_mesh.config import ContextConfig, StageSpec
 from skippy_mesh.messages import Copy, Remove, StepBatch
 from stages.reference import Reference as Reference  # the other side of every comparison
 
@@ -54,24 +51,6 @@ def step_of(
         tokens=tuple(tokens[lane][position] for lane, position in rows),
         samples=tuple(last[lane] == row for row, (lane, _) in enumerate(rows)),
     )
-
-
-def specs_of(
-    path: Path, num_layers: int, cuts: Sequence[int], context: ContextConfig
-) -> list[StageSpec]:
-    """One stage for each run of layers between the cuts."""
-    borders = (0, *cuts, num_layers)
-    return [
-        StageSpec(
-            index=index,
-            num_stages=len(borders) - 1,
-            model_path=str(path),
-            first_layer=lo,
-            end_layer=hi,
-            context=context,
-        )
-        for index, (lo, hi) in enumerate(itertools.pairwise(borders))
-    ]
 
 
 def assert_same_bits(found: np.ndarray, expected: np.ndarray) -> None:

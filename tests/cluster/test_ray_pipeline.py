@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from coordinator.launch import ray_cluster, stage_actors
-from skippy_mesh.config import ContextConfig, StageSpec
+from skippy_mesh.config import ContextConfig, specs_of
 from skippy_mesh.errors import (
     InvalidBatchError,
     ModelFileError,
@@ -62,18 +62,7 @@ names = (f"mesh{number}" for number in itertools.count())
 
 
 def start(model, cuts=(2,), num_layers=6):
-    borders = (0, *cuts, num_layers)
-    specs = [
-        StageSpec(
-            index=index,
-            num_stages=len(borders) - 1,
-            model_path=str(model),
-            first_layer=lo,
-            end_layer=hi,
-            context=CONTEXT,
-        )
-        for index, (lo, hi) in enumerate(itertools.pairwise(borders))
-    ]
+    specs = specs_of(model, num_layers, cuts, CONTEXT)
     return stage_actors(specs, mesh_name=next(names))
 
 

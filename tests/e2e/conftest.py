@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,14 @@ import pytest
 from stages.probe import can_repack
 from tests.crowd import Made
 from tests.models import make_model
+
+
+@pytest.fixture(scope="module")
+def ray_dir() -> Iterator[Path]:
+    # Short and not under tmp_path: the names of Unix sockets end at 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="skippy-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -39,14 +36,6 @@ answers = [
 ]
 print(json.dumps(answers))
 """
-
-
-@pytest.fixture(scope="module")
-def ray_dir():
-    # Short and not under tmp_path: the names of Unix sockets end at 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="skippy-"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

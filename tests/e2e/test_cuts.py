@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from skippy_mesh.config import ContextConfig, StageSpec
+from skippy_mesh.config import ContextConfig, StageSpec, specs_of
 from stages.gguf_file import ModelFile
 from stages.pipeline import LocalPipeline
 from stages.profile import choose_profile, matrix_types
 from stages.worker import StageWorker
 from tests.models import make_llama
-from tests.reference import Reference, assert_same_bits, mixed_steps, specs_of
+from tests.reference import Reference, assert_same_bits, mixed_steps
 
 # One thread: tiny models finish before a second one is awake.
 CONTEXT = ContextConfig(num_cells=2048, num_lanes=8, num_threads=1)

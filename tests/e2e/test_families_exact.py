@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from coordinator.launch import ray_cluster, stage_actors
+from skippy_mesh.config import specs_of
 from skippy_mesh.errors import InvalidBatchError, UsageError
 from skippy_mesh.families import WINDOW, check_cuts, family_of, legal_cuts
 from skippy_mesh.messages import Copy, StepBatch
@@ -23,7 +24,7 @@ from stages.embedding import Embedding
 from stages.profile import Profile
 from tests.crowd import CONTEXT, Company, Made, local, story
 from tests.models import FAMILIES
-from tests.reference import specs_of, step_of
+from tests.reference import step_of
 
 DTYPES = ("q8_0", "f32")
 HYBRIDS = ("ssm", "linear")

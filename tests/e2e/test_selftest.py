@@ -11,11 +11,11 @@ from pathlib import Path
 import llama_cpp
 import pytest
 
+from skippy_mesh.config import specs_of
 from stages import worker
 from stages.memory import LaneMemory
 from stages.profile import Profile
 from tests.crowd import CONTEXT, Company, Made, local, story
-from tests.reference import specs_of
 
 WIDE = [story(30 + lane, 40, 8) for lane in range(6)]
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import openai
@@ -32,14 +29,6 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 24}
 QUESTION = [{"role": "user", "content": "Name three colours."}]
 # More tokens than any limit here lets pass.
 ENDLESS = {"temperature": 0.0, "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def ray_dir():
-    # Short and not under tmp_path: the names of Unix sockets end at 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="skippy-"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
