@@ -119,9 +119,11 @@ def verdict(
     for new_context in new_contexts:
         context = new_context(config)
         try:
-            failure = failure or failure_of(context, is_recurrent=is_recurrent, crowds=crowds)
+            failure = failure_of(context, is_recurrent=is_recurrent, crowds=crowds)
         finally:
             context.close()
+        if failure is not None:
+            break
     write_text(path, json.dumps({"failure": failure, "of": list(key)}))
     return failure
 
