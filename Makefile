@@ -23,7 +23,7 @@ check: $(READY)
 	$(BIN)/lint-imports --no-cache
 
 test: check
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long"
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long --timeout 3600
