@@ -25,7 +25,13 @@ from bench.machine import commit, machine_facts
 from skippy_mesh.cli import demo_path
 from skippy_mesh.config import ContextConfig, specs_of
 from skippy_mesh.messages import Remove, SamplingParams, StepBatch
-from skippy_mesh.wire import decode_activations, decode_step, encode_activations, encode_step
+from skippy_mesh.wire import (
+    Hidden,
+    decode_activations,
+    decode_step,
+    encode_activations,
+    encode_step,
+)
 from stages.embedding import Embedding
 from stages.gguf_file import ModelFile
 from stages.pipeline import LocalPipeline, RayPipeline
@@ -160,7 +166,7 @@ def measure_parts(model: ModelFile, num_rows: int, step_ms: float) -> dict[str, 
 
     def wire() -> None:
         decode_step(encode_step(batch))
-        decode_activations(encode_activations(0, 0, hidden))
+        decode_activations(encode_activations(0, 0, Hidden(hidden)))
 
     return {
         "embedding_share": round(_milliseconds(lambda: embedding(batch.tokens)) / step_ms, 5),
@@ -187,7 +193,8 @@ def measure_hops(model: ModelFile, args: argparse.Namespace) -> dict[str, object
         for num_stages in (1, 2, 3):
             cuts = [model.num_layers * k // num_stages for k in range(1, num_stages)]
             specs = specs_of(model.paths[0], model.num_layers, cuts, context)
-            with stage_actors(specs, mesh_name="bench") as pipeline:
+            with stage_actors(specs, mesh_name="bench") as (actors, infos):
+                pipeline = RayPipeline(actors, infos)
                 outside[num_stages] = _outside_ms(pipeline, model, args)
     medians = {count: statistics.median(times) for count, times in outside.items()}
     per_hop = [outside[3][k] - outside[2][k] for k in range(args.rounds)]

@@ -6,10 +6,14 @@ outlives it, and it waits with a limit and says what is missing instead of hangi
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -18,10 +22,14 @@ from ray._private.gcs_utils import create_gcs_channel
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skippy_mesh.config import StageSpec
+from coordinator.ceiling import Ceiling, ceiling, mesh_capacity
+from skippy_mesh.client import Channel
+from skippy_mesh.config import EngineSettings, StageSpec
+from skippy_mesh.engine import EnginePlan
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError
-from stages.pipeline import RayPipeline, first_line
-from stages.worker import StageWorker
+from stages.head import Head
+from stages.pipeline import RemoteHead, check_alive, first_line
+from stages.worker import StageInfo, StageWorker
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +37,23 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 256 * 2**20
 _PLACEMENT_TIMEOUT_S = 600.0
 _CONNECT_TIMEOUT_S = 10.0
+_END_S = 10.0
 # A decode must not block a question about health, and one thread must own the context.
-_CONCURRENCY_GROUPS = {"step": 1, "control": 2, "health": 1}
+_CONCURRENCY_GROUPS = {"step": 1, "control": 1, "reports": 1, "health": 1}
 _GROUP_OF = {
     "load": "step",
+    "prepare": "step",
+    "serve": "step",
     "step": "step",
     "step_logits": "step",
-    "close": "step",
+    "lane_ends": "step",
+    "submit": "control",
+    "abort": "control",
+    "close": "control",
     "times": "control",
+    "reports": "reports",
     "info": "health",
+    "problem": "health",
 }
 
 
@@ -87,14 +103,106 @@ def _check_answers(address: str) -> None:
         channel.close()
 
 
+@dataclass(frozen=True)
+class Mesh:
+    """A running mesh. ``check_alive`` answers at once: None, or which stage does not answer."""
+
+    channel: Channel
+    infos: Sequence[StageInfo]
+    ceiling: Ceiling
+    max_model_len: int
+    check_alive: Callable[[], str | None]
+
+
 @contextmanager
-def stage_actors(specs: Sequence[StageSpec], *, mesh_name: str) -> Iterator[RayPipeline]:
-    """One loaded actor per spec, spread over the nodes there are; all ended on exit."""
+def mesh(
+    specs: Sequence[StageSpec],
+    settings: EngineSettings,
+    *,
+    mesh_name: str = "skippy",
+    parallel: int | None = None,
+) -> Iterator[Mesh]:
+    """Stages and engine, running: in a thread where there is one stage, else as Ray actors."""
+    with ExitStack() as stack:
+        if len(specs) == 1:
+            yield stack.enter_context(_local_mesh(specs[0], settings, parallel))
+        else:
+            yield stack.enter_context(_ray_mesh(specs, settings, parallel, mesh_name))
+
+
+@contextmanager
+def _local_mesh(spec: StageSpec, settings: EngineSettings, parallel: int | None) -> Iterator[Mesh]:
+    head = Head(spec)
+    loading: Future[Mesh] = Future()
+
+    def run() -> None:
+        try:
+            info = head.load()
+            plan, limit = _engine_plan([info], settings, parallel)
+            head.prepare(plan)
+        except BaseException as error:
+            loading.set_exception(error)
+            return
+        loading.set_result(Mesh(head, [info], limit, plan.max_model_len, head.problem))
+        head.serve()
+
+    thread = threading.Thread(target=run, name="engine")
+    thread.start()
+    try:
+        yield loading.result()
+    finally:
+        if not loading.exception():
+            head.close()
+        thread.join()
+
+
+@contextmanager
+def _ray_mesh(
+    specs: Sequence[StageSpec], settings: EngineSettings, parallel: int | None, mesh_name: str
+) -> Iterator[Mesh]:
+    with stage_actors(specs, mesh_name=mesh_name, first=Head) as (actors, infos):
+        plan, limit = _engine_plan(infos, settings, parallel)
+        head = actors[0]
+        ray.get(head.prepare.remote(plan, actors[1:]))
+        channel = RemoteHead(head)
+        serving = head.serve.remote()
+        try:
+            yield Mesh(
+                channel, infos, limit, plan.max_model_len, functools.partial(check_alive, actors)
+            )
+        finally:
+            channel.close()
+            ray.wait([serving], timeout=_END_S)
+
+
+def _engine_plan(
+    infos: Sequence[StageInfo], settings: EngineSettings, parallel: int | None
+) -> tuple[EnginePlan, Ceiling]:
+    limit = ceiling([info.capacity for info in infos], parallel=parallel)
+    capacity = mesh_capacity([info.capacity for info in infos])
+    rules = replace(infos[0].rules, max_rows=min(info.rules.max_rows for info in infos))
+    plan = EnginePlan(
+        capacity=capacity,
+        rules=rules,
+        max_model_len=min(infos[0].max_trained_tokens, capacity.num_cells),
+        max_in_flight=len(infos),
+        ceiling=limit.value,
+        settings=settings,
+    )
+    return plan, limit
+
+
+@contextmanager
+def stage_actors(
+    specs: Sequence[StageSpec], *, mesh_name: str, first: type[Any] = StageWorker
+) -> Iterator[tuple[list[Any], list[StageInfo]]]:
+    """One loaded actor per spec, spread over the nodes there are; all ended on exit. The first is
+    of class ``first``."""
     group = _reserve(specs)
     actors: list[Any] = []
     try:
-        actor_class = _stage_actor_class()
         for spec in specs:
+            actor_class = _actor_class(StageWorker if spec.index else first)
             actors.append(
                 actor_class.options(
                     name=f"{mesh_name}_stage_{spec.index}",
@@ -106,7 +214,7 @@ def stage_actors(specs: Sequence[StageSpec], *, mesh_name: str) -> Iterator[RayP
                     ),
                 ).remote(spec)
             )
-        yield RayPipeline(actors, _load(actors))
+        yield actors, _load(actors)
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -141,7 +249,8 @@ def _load(actors: Sequence[Any]) -> list[Any]:
         raise StageError(f"a stage died while loading: {first_line(error)}") from error
 
 
-def _stage_actor_class() -> Any:
+def _actor_class(plain: type[Any]) -> Any:
     for name, group in _GROUP_OF.items():
-        ray.method(concurrency_group=group)(getattr(StageWorker, name))
-    return ray.remote(concurrency_groups=_CONCURRENCY_GROUPS)(StageWorker)
+        if hasattr(plain, name):
+            ray.method(concurrency_group=group)(getattr(plain, name))
+    return ray.remote(concurrency_groups=_CONCURRENCY_GROUPS)(plain)

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import functools
 import importlib.util
 import json
 import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from skippy_mesh import __version__
-from skippy_mesh.config import KV_TYPES, ContextConfig, StageSpec, specs_of
-from skippy_mesh.errors import ModelFileError, SkippyError, UsageError
+from skippy_mesh.config import KV_TYPES, ContextConfig, EngineSettings, StageSpec, specs_of
+from skippy_mesh.errors import ModelFileError, SkippyError, StageError, UsageError
 from skippy_mesh.families import check_cuts, even_cuts
 
 if TYPE_CHECKING:
-    from skippy_mesh.engine import Engine, Pipeline
+    from coordinator.launch import Mesh
+    from skippy_mesh.client import EngineClient
+    from skippy_mesh.telemetry import Telemetry
     from stages.gguf_file import ModelFile
     from stages.worker import StageInfo
 
@@ -54,8 +56,37 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--api-key", default="", metavar="K[,K2]", help="require one of these keys")
     serve.add_argument(
         "--engine", choices=("auto", "mesh", "baseline"), default="auto",
-        help="auto: the best this version has, which is baseline (one request at a time)",
+        help="auto: mesh, as no class of models has failed its gate; baseline: one at a time",
     )  # fmt: skip
+    serve.add_argument(
+        "-np", "--parallel", type=int, metavar="N",
+        help="lower the number of requests that may run at once (default: what memory permits)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--max-queue", type=int, metavar="N",
+        help="requests that may wait (4 for each that may run, at least 16)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--scheduling-policy", choices=("fcfs", "priority"), default="fcfs",
+        help="who is admitted first (%(default)s)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--preemption-policy", default="newest", metavar="NAME",
+        help="whose memory is taken when it runs short: newest, cheapest-recompute (%(default)s)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--inter-token-ms", type=float, default=200.0, metavar="MS",
+        help="prompts may slow the answers being written down to this (%(default)s)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--pin-prefill-rows", type=int, metavar="N",
+        help="rows of prompt beside live answers, instead of what pacing finds",
+    )  # fmt: skip
+    serve.add_argument(
+        "--pin-running", type=int, metavar="N",
+        help="requests that run at once, instead of what pacing finds",
+    )  # fmt: skip
+    serve.add_argument("--step-log", metavar="FILE", help="write a JSON line for every step")
     serve.set_defaults(run=run_serve)
 
     generate = commands.add_parser("generate", help="complete one prompt on stdout")
@@ -134,19 +165,21 @@ def run_generate(args: argparse.Namespace) -> int:
         sampling=sampling,
         stop_token_ids=tokenizer.eog_ids,
     )
-    with open_mesh(args, model) as mesh:
+    with open_mesh(args, model) as mesh, closing(client_of(mesh, max_open=1)) as client:
         # A token may end inside a character: hold the bytes until it is whole.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces: list[str] = []
         token_ids: list[int] = []
         reason = None
-        for event in mesh.engine.generate(request):
-            assert event.token_id is not None, "nobody aborts this request"
-            token_ids.append(event.token_id)
+        for event in client.generate(request):
             reason = event.finish_reason
-            piece = decoder.decode(tokenizer.piece(event.token_id), final=reason is not None)
-            pieces.append(piece)
-            print(piece, end="", flush=True)
+            if reason == "error":
+                raise StageError(event.error or "the engine failed")
+            if event.token_id is not None:
+                token_ids.append(event.token_id)
+            data = b"" if event.token_id is None else tokenizer.piece(event.token_id)
+            pieces.append(decoder.decode(data, final=reason is not None))
+            print(pieces[-1], end="", flush=True)
     print()
     if args.json:
         print(
@@ -158,9 +191,9 @@ def run_generate(args: argparse.Namespace) -> int:
                     "prompt_tokens": len(prompt),
                     "seed": seed,
                     "cuts": list(cuts_of(args, model)),
-                    "exact": mesh.why_inexact is None,
-                    "why_inexact": mesh.why_inexact,
-                    "profile": mesh.profile,
+                    "exact": why_inexact(mesh.infos) is None,
+                    "why_inexact": why_inexact(mesh.infos),
+                    "profile": profile_text(mesh.infos),
                 }
             )
         )
@@ -168,29 +201,68 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    if args.engine == "mesh":
-        raise UsageError("--engine mesh is not in this version: use auto or baseline")
     from skippy_mesh.gateway.server import listen, serve
+    from skippy_mesh.telemetry import Telemetry
     from stages.tokenizer import Tokenizer
 
     model = open_model(args.model, allow_unproven=args.allow_unproven)
     cuts_of(args, model)
-    with listen(args.host, args.port) as sock:
+    engine = "baseline" if args.engine == "baseline" else "mesh"
+    with ExitStack() as stack:
+        sock = stack.enter_context(listen(args.host, args.port))
         tokenizer = Tokenizer(str(model.paths[0]))
+        model_name = "demo" if args.model == "demo" else model.paths[0].stem
+        telemetry = stack.enter_context(
+            closing(Telemetry(model_name=model_name, step_log=args.step_log))
+        )
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
-        with open_mesh(args, model) as mesh:
-            serve(
-                sock,
-                mesh.engine,
-                tokenizer,
-                model_name="demo" if args.model == "demo" else model.paths[0].stem,
-                check_alive=mesh.check_alive,
-                api_keys=[key for key in args.api_key.split(",") if key],
-                num_stages=len(mesh.infos),
-                why_inexact=mesh.why_inexact,
-                profile=mesh.profile,
-            )
+        mesh = stack.enter_context(open_mesh(args, model, engine=engine))
+        telemetry.describe([info.capacity for info in mesh.infos], mesh.ceiling.value)
+        limit = mesh.ceiling.value
+        max_queue = max(4 * limit, 16) if args.max_queue is None else args.max_queue
+        if max_queue < 0:
+            raise UsageError(f"--max-queue must be 0 or more, got {max_queue}")
+        client = client_of(mesh, max_open=limit + max_queue, telemetry=telemetry)
+        stack.enter_context(closing(client))
+        serve(
+            sock,
+            client,
+            tokenizer,
+            model_name=model_name,
+            check_alive=mesh.check_alive,
+            api_keys=[key for key in args.api_key.split(",") if key],
+            why_inexact=why_inexact(mesh.infos),
+            metrics=telemetry.render,
+            ready=functools.partial(ready_text, mesh, engine),
+        )
     return 0
+
+
+_READY = """\
+skippy_mesh ready on {url} (stages {num_stages}, ceiling {ceiling}, exact {exact})
+engine: {engine}
+exact: {why} ({profile})
+Try it:
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"messages":[{{"role":"user","content":"Why is the sky blue?"}}],"max_tokens":64}}'
+"""
+_ENGINES = {
+    "mesh": "mesh, no verdict of a gate yet",
+    "baseline": "baseline, one request at a time",
+}
+
+
+def ready_text(mesh: Mesh, engine: str, url: str) -> str:
+    reason = why_inexact(mesh.infos)
+    return _READY.format(
+        url=url,
+        num_stages=len(mesh.infos),
+        ceiling=mesh.ceiling,
+        exact="yes" if reason is None else "no",
+        engine=_ENGINES[engine],
+        why=reason or "every stage's self-test passed",
+        profile=profile_text(mesh.infos),
+    )
 
 
 def run_slice(args: argparse.Namespace) -> int:
@@ -245,10 +317,10 @@ def cuts_of(args: argparse.Namespace, model: ModelFile) -> tuple[int, ...]:
     return check_cuts(model.family, model.facts, cuts)
 
 
-def stage_specs(args: argparse.Namespace, model: ModelFile) -> list[StageSpec]:
+def stage_specs(args: argparse.Namespace, model: ModelFile, *, num_lanes: int) -> list[StageSpec]:
     context = ContextConfig(
         num_cells=args.ctx_size,
-        num_lanes=1,
+        num_lanes=num_lanes,
         kv_type=args.kv,
         exact=args.exact == "auto",
         num_threads=(os.cpu_count() or 1) if args.threads is None else args.threads,
@@ -262,64 +334,62 @@ def stage_specs(args: argparse.Namespace, model: ModelFile) -> list[StageSpec]:
     )
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """A running mesh. ``check_alive`` answers None, or which stage does not answer."""
+def why_inexact(infos: Sequence[StageInfo]) -> str | None:
+    """None if every stage's self-test passed, else the first stage's reason."""
+    return next((i.why_inexact for i in infos if i.why_inexact is not None), None)
 
-    engine: Engine
-    infos: Sequence[StageInfo]
-    check_alive: Callable[[], str | None]
 
-    @property
-    def why_inexact(self) -> str | None:
-        """None if every stage's self-test passed, else the first stage's reason."""
-        return next((i.why_inexact for i in self.infos if i.why_inexact is not None), None)
-
-    @property
-    def profile(self) -> str:
-        """What exactness costs here: the kernels and the padding in use."""
-        profile = self.infos[0].profile
-        tiled = "on" if profile.tiled else "off"
-        repack = "on" if profile.repack else "off"
-        return f"rows padded to {profile.pad}, tiled kernels {tiled}, repacking {repack}"
+def profile_text(infos: Sequence[StageInfo]) -> str:
+    """What exactness costs here: the kernels and the padding in use."""
+    profile = infos[0].profile
+    tiled = "on" if profile.tiled else "off"
+    repack = "on" if profile.repack else "off"
+    return f"rows padded to {profile.pad}, tiled kernels {tiled}, repacking {repack}"
 
 
 @contextmanager
-def open_mesh(args: argparse.Namespace, model: ModelFile) -> Iterator[Mesh]:
-    """Start the stages asked for: one in this process, or several as Ray actors."""
-    from skippy_mesh.engine import Engine
+def open_mesh(
+    args: argparse.Namespace, model: ModelFile, *, engine: str = "mesh"
+) -> Iterator[Mesh]:
+    """Start the stages and the engine asked for: in this process, or several as Ray actors."""
+    from coordinator.ceiling import planned_lanes
+    from coordinator.launch import mesh, ray_cluster
 
-    specs = stage_specs(args, model)
+    settings = EngineSettings(
+        scheduling_policy=getattr(args, "scheduling_policy", "fcfs"),
+        preemption_policy=getattr(args, "preemption_policy", "newest"),
+        inter_token_s=getattr(args, "inter_token_ms", 200.0) / 1000,
+        prefill_rows=getattr(args, "pin_prefill_rows", None),
+        running=getattr(args, "pin_running", None),
+    )
+    parallel = getattr(args, "parallel", 1)  # generate has one request
+    lanes = planned_lanes(args.ctx_size, is_recurrent=model.family.is_recurrent, parallel=parallel)
+    specs = stage_specs(args, model, num_lanes=1 if engine == "baseline" else lanes)
     with ExitStack() as stack:
-        pipeline: Pipeline
-        if len(specs) == 1:
-            from stages.pipeline import LocalPipeline
-            from stages.worker import StageWorker
-
-            local = LocalPipeline([StageWorker(spec) for spec in specs])
-            stack.callback(local.close)
-            pipeline, infos, check_alive = local, local.infos, _always_alive
-        else:
-            from coordinator.launch import ray_cluster, stage_actors
-
+        if len(specs) > 1:
             num_cpus = sum(spec.context.num_threads for spec in specs)
             stack.enter_context(
                 ray_cluster(address=args.address, num_cpus=num_cpus, namespace=args.mesh_name)
             )
-            remote = stack.enter_context(stage_actors(specs, mesh_name=args.mesh_name))
-            pipeline, infos, check_alive = remote, remote.infos, remote.check_alive
-        engine = Engine(
-            pipeline,
-            max_model_len=min(model.max_trained_tokens, *(info.num_cells for info in infos)),
-            max_rows=min(info.max_rows for info in infos),
-            chunk_multiple=infos[0].chunk_multiple,
-        )
-        yield Mesh(engine, infos, check_alive)
+        if engine == "baseline":
+            from bench.baseline import baseline_mesh
+
+            yield stack.enter_context(baseline_mesh(specs, mesh_name=args.mesh_name))
+        else:
+            yield stack.enter_context(
+                mesh(specs, settings, mesh_name=args.mesh_name, parallel=parallel)
+            )
 
 
-def _always_alive() -> str | None:
-    """Health of stages in this very process."""
-    return None
+def client_of(mesh: Mesh, *, max_open: int, telemetry: Telemetry | None = None) -> EngineClient:
+    from skippy_mesh.client import EngineClient
+
+    return EngineClient(
+        mesh.channel,
+        max_model_len=mesh.max_model_len,
+        max_open=max_open,
+        on_report=None if telemetry is None else telemetry.observe,
+    )
 
 
 def main(argv: Sequence[str]) -> int:

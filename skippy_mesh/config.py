@@ -54,6 +54,53 @@ class ContextConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """What a step of this model may hold.
+
+    A *mixed* step takes rows of any sequences. A *homogeneous* one, for recurrent memory, one row
+    each of many or one chunk of one: llama.cpp splits a step into runs of equal length, and a
+    neighbour would tear a chunk apart. Chunks are then multiples of ``chunk_multiple`` and the rest
+    of a prompt goes row by row. Where ``replays_in_chunks`` is false, a generated token computed in
+    a chunk would differ from the same token decoded, so it is recomputed as a single row, too.
+    """
+
+    max_rows: int
+    is_homogeneous: bool = False
+    chunk_multiple: int = 1
+    replays_in_chunks: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunk_multiple <= self.max_rows:
+            raise UsageError(
+                f"chunks of a multiple of {self.chunk_multiple} do not fit a step of "
+                f"{self.max_rows} rows"
+            )
+
+    @property
+    def max_chunk(self) -> int:
+        return self.max_rows - self.max_rows % self.chunk_multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How the engine schedules. ``prefill_rows`` and ``running`` pin what pacing would choose:
+    rows of prefill beside live decodes, and sequences that run at once."""
+
+    scheduling_policy: str = "fcfs"
+    preemption_policy: str = "newest"
+    inter_token_s: float = 0.2
+    prefill_rows: int | None = None
+    running: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("prefill rows", self.prefill_rows), ("running", self.running)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, got {value}")
+        if not self.inter_token_s > 0:
+            raise UsageError(f"the time between tokens must be positive, got {self.inter_token_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
     """One stage of a mesh: which layers of which file, and how to run them.
 

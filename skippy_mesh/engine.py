@@ -1,228 +1,243 @@
-"""The loop that turns requests into tokens. This is the single-lane engine: one request at a time.
+"""The loop that turns requests into tokens: :meth:`Engine.step` is the whole of it.
 
-Read :meth:`Engine.generate` first: it is the whole life of a request. Prefill the prompt in chunks
-of at most one step's rows, sample, then feed back one token a step until a stop token or the
-limit. Others wait in arrival order behind :meth:`Engine.run`. It is the baseline every later engine
-is measured against.
+Schedule, forward, commit: as many batches as keep all stages busy are scheduled and sent, then the
+oldest answer is taken and committed. There is no sleep and no timer; while a step runs, requests
+gather for the next. The engine runs on the thread of stage 0, whose context it calls directly; any
+other thread may submit and abort, and gets one report per step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
-import threading
-from collections.abc import Callable, Generator
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from skippy_mesh.errors import RequestError, SkippyError
+from skippy_mesh.config import EngineSettings, StepRules
+from skippy_mesh.errors import RequestError, StageLostError
 from skippy_mesh.messages import (
-    FinishReason,
-    Remove,
     Request,
     StepBatch,
+    StepRecord,
+    StepReport,
     StepResult,
     TokenEvent,
 )
+from skippy_mesh.scheduler.memory import Capacity
+from skippy_mesh.scheduler.pacing import PrefillPacer, RunLimit
+from skippy_mesh.scheduler.plan import Plan
+from skippy_mesh.scheduler.policies import Policies
+from skippy_mesh.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-LANE = 0
-Sink = Callable[[TokenEvent], None]
+MAX_COMMANDS_A_STEP = 64
+"""Submissions and aborts taken between two steps: a flood of them must not hold up tokens."""
+
+
+class Pending(Protocol):
+    """A batch on its way through the stages."""
+
+    def result(self) -> StepResult:
+        """Wait for the last stage's answer; raises what went wrong on any stage."""
+        ...
 
 
 class Pipeline(Protocol):
     """All stages of one mesh, seen from the engine."""
 
-    def forward(self, batch: StepBatch) -> StepResult:
-        """Run ``batch`` on every stage in order and return the sampled tokens."""
+    def submit(self, batch: StepBatch) -> Pending:
+        """Run ``batch`` on stage 0 and send it on. Never raises: :meth:`Pending.result` does."""
+        ...
+
+    def lane_ends(self) -> list[Mapping[int, int]]:
+        """Per stage, how many positions each lane holds that is not empty. Waits for all steps."""
         ...
 
 
-class Engine:
-    """Runs requests one at a time on ``pipeline``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """What the engine of one mesh needs to know: the least of all stages, and the settings."""
 
-    ``max_model_len`` bounds prompt plus output in tokens, ``max_rows`` one step's rows, and a
-    prompt's chunks are multiples of ``chunk_multiple`` or single rows. Any thread
-    may :meth:`submit` and :meth:`abort`; exactly one may :meth:`run` or :meth:`generate`.
+    capacity: Capacity
+    rules: StepRules
+    max_model_len: int
+    max_in_flight: int
+    ceiling: int
+    settings: EngineSettings = field(default_factory=EngineSettings)
+
+    def scheduler(self) -> Scheduler:
+        settings = self.settings
+        return Scheduler(
+            capacity=self.capacity,
+            rules=self.rules,
+            max_model_len=self.max_model_len,
+            max_in_flight=self.max_in_flight,
+            policies=Policies(
+                ordering=settings.scheduling_policy, preemption=settings.preemption_policy
+            ),
+            pacer=PrefillPacer(settings.inter_token_s, pinned=settings.prefill_rows),
+            run_limit=RunLimit(self.ceiling, pinned=settings.running),
+        )
+
+
+class Engine:
+    """Runs a :class:`Scheduler`'s steps on ``pipeline`` and hands ``report`` one message a step.
+
+    Only the thread that calls :meth:`run` (or :meth:`step`) touches scheduler and pipeline;
+    ``report`` is called there and must not block.
     """
 
     def __init__(
-        self, pipeline: Pipeline, *, max_model_len: int, max_rows: int, chunk_multiple: int = 1
+        self,
+        scheduler: Scheduler,
+        pipeline: Pipeline,
+        report: Callable[[StepReport], None],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ):
+        self._scheduler = scheduler
         self._pipeline = pipeline
-        self.max_model_len = max_model_len
-        self._max_rows = max_rows
-        self._chunk_multiple = chunk_multiple
-        self._epoch = 0
-        self._step_id = 0
-        self._waiting: queue.SimpleQueue[tuple[Request, Sink] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._open: set[str] = set()
-        self._aborted: set[str] = set()
-        self._closing = False
+        self._report = report
+        self._clock = clock
+        self._pending: deque[tuple[Pending, float]] = deque()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._scheduler_s = 0.0
+        self._is_closing = False
+        self.problem: str | None = None
 
-    @property
-    def num_waiting(self) -> int:
-        return self._waiting.qsize()
+    def submit(self, request: Request) -> None:
+        """Queue ``request``. Any thread; refusals come back as its only event."""
+        self._commands.put(lambda: self._add(request))
 
-    def check(self, request: Request) -> None:
-        """:class:`RequestError` if ``request`` can never fit."""
-        num_tokens = len(request.token_ids)
-        if num_tokens + 1 > self.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens and the context holds {self.max_model_len}: "
-                f"at most {self.max_model_len - 1} leave room for an answer; "
-                f"shorten it or raise --ctx-size",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-
-    def generate(self, request: Request) -> Generator[TokenEvent, None, None]:
-        """Complete ``request``, one event per token; the last one has the finish reason.
-
-        Closing the iterator early ends the request and frees its cells.
-        """
-        self.check(request)
-        prompt = request.token_ids
-        max_tokens = min(request.max_tokens, self.max_model_len - len(prompt))
-        epoch = self._epoch
-        try:
-            start = 0
-            for length in chunk_lengths(
-                len(prompt), multiple=self._chunk_multiple, max_rows=self._max_rows
-            ):
-                if self._is_aborted(request):
-                    yield TokenEvent(request_id=request.request_id, finish_reason="abort")
-                    return
-                chunk = prompt[start : start + length]
-                sampled = self._step(request, chunk, start, len(prompt))
-                start += length
-            for num_output in range(1, max_tokens + 1):
-                assert sampled is not None, "the last row of a prompt samples"
-                reason = self._finish_reason(request, sampled, is_last=num_output == max_tokens)
-                yield TokenEvent(
-                    request_id=request.request_id, token_id=sampled, finish_reason=reason
-                )
-                if reason:
-                    return
-                position = len(prompt) + num_output - 1
-                sampled = self._step(request, (sampled,), position, position + 1)
-        finally:
-            if self._epoch == epoch:
-                self._free_lane()
-
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Queue ``request``; ``sink`` gets its events on the engine's thread and must not block."""
-        self.check(request)
-        with self._lock:
-            if self._closing:
-                raise SkippyError("the engine is shutting down")
-            if request.request_id in self._open:
-                raise SkippyError(f"request id {request.request_id} is already open")
-            self._open.add(request.request_id)
-            self._waiting.put((request, sink))
-
-    def abort(self, request_id: str) -> bool:
-        """End a queued or running request at the next step; False if it is not open."""
-        with self._lock:
-            if request_id not in self._open:
-                return False
-            self._aborted.add(request_id)
-            return True
-
-    def run(self) -> None:
-        """Serve submitted requests until :meth:`close`; whatever a request meets ends only it."""
-        while (entry := self._waiting.get()) is not None:
-            request, sink = entry
-            try:
-                self._serve(request, sink)
-            except Exception:
-                logger.exception("the receiver of request %s failed", request.request_id)
-            finally:
-                with self._lock:
-                    self._open.discard(request.request_id)
-                    self._aborted.discard(request.request_id)
-
-    def _serve(self, request: Request, sink: Sink) -> None:
-        events = self.generate(request)
-        try:
-            with contextlib.closing(events):
-                for event in events:
-                    sink(event)
-        except Exception as error:
-            logger.exception("request %s failed", request.request_id)
-            message = str(error) if isinstance(error, SkippyError) else "internal engine error"
-            sink(TokenEvent(request_id=request.request_id, finish_reason="error", error=message))
+    def abort(self, request_id: str) -> None:
+        """End a request within one step. Any thread; unknown ids are no error."""
+        self._commands.put(lambda: self._abort(request_id))
 
     def close(self) -> None:
-        """Abort everything open and let :meth:`run` return."""
-        with self._lock:
-            self._closing = True
-            self._aborted |= self._open
-            self._waiting.put(None)
+        """Abort everything open, free it on all stages and let :meth:`run` return. Any thread."""
+        self._commands.put(None)
 
-    def _finish_reason(self, request: Request, token: int, *, is_last: bool) -> FinishReason | None:
-        if token in request.stop_token_ids:
-            return "stop"
-        if is_last:
-            return "length"
-        return "abort" if self._is_aborted(request) else None
+    def run(self) -> None:
+        """Steps while there is work, waits while there is none, until :meth:`close`."""
+        while not (self._is_closing and not self._scheduler.has_work):
+            self._take_commands(wait=not self._scheduler.has_work)
+            try:
+                self.step()
+            except Exception as error:  # a bug of ours must not leave clients waiting
+                logger.exception("the engine failed")
+                self._fail(f"internal engine error: {type(error).__name__}")
 
-    def _step(
-        self, request: Request, tokens: tuple[int, ...], start: int, num_known: int
-    ) -> int | None:
-        """Compute ``tokens`` at positions from ``start``; sample if they reach ``num_known``."""
-        end = start + len(tokens)
-        result = self._forward(
-            StepBatch(
-                epoch=self._epoch,
-                step_id=self._step_id,
-                lanes=(LANE,) * len(tokens),
-                positions=tuple(range(start, end)),
-                tokens=tokens,
-                samples=(False,) * (len(tokens) - 1) + (end == num_known,),
-                new_lanes={LANE: request.sampling} if start == 0 else {},
-            )
-        )
-        return result.tokens.get(LANE)
+    def step(self) -> None:
+        """Fill the pipeline, take the oldest answer, tell the gateway."""
+        while (batch := self._schedule()) is not None:
+            self._pending.append((self._pipeline.submit(batch), self._clock()))
+        if self._pending:
+            self._commit(*self._pending.popleft())
+        self._say(None)
 
-    def _free_lane(self) -> None:
-        self._forward(
-            StepBatch(
-                epoch=self._epoch,
-                step_id=self._step_id,
-                operations=(Remove(LANE),),
-                forgotten_lanes=(LANE,),
-            )
-        )
+    def _schedule(self) -> StepBatch | None:
+        started_s = self._clock()
+        batch = self._scheduler.schedule()
+        self._scheduler_s += self._clock() - started_s
+        return batch
 
-    def _forward(self, batch: StepBatch) -> StepResult:
+    def _commit(self, pending: Pending, sent_s: float) -> None:
         try:
-            result = self._pipeline.forward(batch)
-        except BaseException:  # an interrupt, too
-            # Some stages may have applied the step and others not. A stage that sees a higher
-            # epoch empties its memory, so the next request starts clean on all of them.
-            self._epoch += 1
-            self._step_id = 0
-            raise
-        self._step_id += 1
-        return result
+            result = pending.result()
+            answered_s = self._clock()
+            plan = self._scheduler.commit(result)
+        except Exception as error:  # whatever a stage met, no request may vanish
+            self._recover(error)
+            return
+        if plan.parts:
+            self._scheduler_s += self._clock() - answered_s
+            self._say(self._record(plan, result, answered_s - sent_s))
+            self._scheduler_s = 0.0
+            self._scheduler.observe(plan, step_s=answered_s - sent_s, now_s=answered_s)
+        if not self._scheduler.has_work:
+            self._check_integrity()
 
-    def _is_aborted(self, request: Request) -> bool:
-        with self._lock:
-            return request.request_id in self._aborted
+    def _recover(self, error: Exception) -> None:
+        logger.warning("a step failed, what ran is computed again: %s", error)
+        self._pending.clear()
+        if isinstance(error, StageLostError):
+            self._fail(str(error))
+        else:
+            self._scheduler.recover(str(error))
 
+    def _fail(self, problem: str) -> None:
+        """No step can succeed any more: everything open ends, and nothing is let in."""
+        self.problem = problem
+        self._pending.clear()
+        self._scheduler.fail_all(problem)
+        self._say(None)
 
-def chunk_lengths(length: int, *, multiple: int, max_rows: int) -> tuple[int, ...]:
-    """How a prompt of ``length`` tokens goes in: steps of at most ``max_rows`` rows.
+    def _check_integrity(self) -> None:
+        """Idle, so the ledger is empty: every lane of every stage must be, too."""
+        try:
+            held = [ends for ends in self._pipeline.lane_ends() if ends]
+        except StageLostError as error:
+            self._recover(error)
+            return
+        if held:
+            logger.error("idle, yet stages hold lanes %s: all memory is cleared", held)
+            self._scheduler.recover("lanes were left behind")
 
-    In a recurrent model padding rows would tear a chunk apart, because llama.cpp splits a step into
-    sequences of equal length. So chunks are multiples of ``multiple``, and the remainder goes token
-    by token, each padded like any decode step.
-    """
-    if not 1 <= multiple <= max_rows or length < 0:
-        raise ValueError(f"cannot cut {length} tokens into steps of {multiple} to {max_rows} rows")
-    chunk = max_rows - max_rows % multiple
-    num_full, rest = divmod(length - length % multiple, chunk)
-    return (chunk,) * num_full + ((rest,) if rest else ()) + (1,) * (length % multiple)
+    def _say(self, record: StepRecord | None) -> None:
+        events = self._scheduler.take_events()
+        if events or record is not None:
+            self._report(StepReport(tuple(events), record))
+
+    def _record(self, plan: Plan, result: StepResult, step_s: float) -> StepRecord:
+        num_recompute_output = plan.num_recompute_output
+        return StepRecord(
+            epoch=result.epoch,
+            step_id=plan.step_id,
+            kind=plan.kind,
+            state=self._scheduler.snapshot(),
+            admitted=plan.num_admitted,
+            resumed=plan.num_resumed,
+            preempted=plan.num_preempted,
+            prefill_tokens=plan.num_prefill,
+            decode_tokens=plan.num_decode,
+            recompute_prompt_tokens=plan.num_recompute - num_recompute_output,
+            recompute_output_tokens=num_recompute_output,
+            prefix_hits=0,
+            prefix_misses=0,
+            prefix_hit_tokens=0,
+            batches_in_flight=len(self._pending) + 1,
+            step_s=step_s,
+            scheduler_s=self._scheduler_s,
+            stages=result.stages,
+        )
+
+    def _take_commands(self, *, wait: bool) -> None:
+        for _ in range(MAX_COMMANDS_A_STEP):
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            if command is None:
+                self._is_closing = True
+                self._scheduler.abort_all()
+                return
+            command()
+
+    def _add(self, request: Request) -> None:
+        reason = self.problem or ("the engine is shutting down" if self._is_closing else None)
+        if reason is None:
+            try:
+                self._scheduler.add(request)
+            except RequestError as error:
+                reason = str(error)
+        if reason is not None:
+            refusal = TokenEvent(request_id=request.request_id, finish_reason="error", error=reason)
+            self._report(StepReport((refusal,)))
+
+    def _abort(self, request_id: str) -> None:
+        self._scheduler.abort(request_id)

@@ -9,10 +9,13 @@
     │   └── NoSpaceError          the disk cannot hold the slice
     ├── RuntimeUnavailableError   llama.cpp or Ray does not work on this machine
     ├── RequestError              HTTP 400 or exit 2: it can never be served as it is
+    ├── QueueFullError            HTTP 429: too many are waiting, come back later
+    ├── IdsExhaustedError         every sequence id is taken; the scheduler never gets here
     └── StageError                one step failed on one stage
         ├── InvalidBatchError     refused before the library saw it; nothing changed
         ├── NoRoomError           no free cells; nothing changed, the caller may free and retry
         ├── StepOrderError        a gap, a repeat or a stale epoch; nothing changed
+        ├── StageLostError        a stage is gone, with all it held
         └── DecodeError           the library failed midway; the lanes it names were dropped
 """
 
@@ -60,6 +63,14 @@ class RequestError(SkippyError):
         self.code = code
 
 
+class QueueFullError(SkippyError):
+    pass
+
+
+class IdsExhaustedError(SkippyError):
+    pass
+
+
 class StageError(SkippyError):
     pass
 
@@ -73,6 +84,10 @@ class NoRoomError(StageError):
 
 
 class StepOrderError(StageError):
+    pass
+
+
+class StageLostError(StageError):
     pass
 
 

@@ -60,12 +60,17 @@ class Request:
     """One generation: complete ``token_ids`` until a stop token or ``max_tokens`` more.
 
     ``stop_token_ids`` end the sequence with reason ``stop``; they count as output and their text
-    is not shown.
+    is not shown. ``session_id`` names the conversation it belongs to. Among waiting requests a
+    lower ``priority`` goes first, where the ordering policy says so. Only requests of the same
+    ``namespace`` may share computed prefixes.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     max_tokens: int
+    session_id: str = ""
+    priority: int = 0
+    namespace: str = ""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
 
@@ -76,6 +81,23 @@ class Request:
             raise RequestError(
                 f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens"
             )
+
+    def check_fits(self, max_model_len: int) -> None:
+        """:class:`RequestError` if no context of ``max_model_len`` tokens can ever hold it."""
+        num_tokens = len(self.token_ids)
+        if num_tokens + 1 > max_model_len:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens and the context holds {max_model_len}: "
+                f"at most {max_model_len - 1} leave room for an answer; "
+                f"shorten it or raise --ctx-size",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    @property
+    def prefix_identity(self) -> tuple[str, tuple[int, ...]]:
+        """What makes two prompts share: the namespace, and the token ids from the first one on."""
+        return self.namespace, self.token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +163,78 @@ class StepBatch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One stage's part of a step: seconds in all, seconds since its last step, and how often it
+    called llama_decode."""
+
+    compute_s: float
+    wait_s: float
+    num_decodes: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The sampled tokens of one step, keyed by lane, never by position in a list."""
+    """The sampled tokens of one step, keyed by lane, never by position in a list.
+
+    ``failed`` says of lanes that could not sample why; ``stages`` are the times of all stages.
+    """
 
     epoch: int
     step_id: int
     tokens: Mapping[int, int]
+    failed: Mapping[int, str] = field(default_factory=dict)
+    stages: tuple[StageTime, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Where the scheduler stands: how many run, how many wait and why (``memory``, ``lane``,
+    ``order``, ``preempted``), the prompt tokens waiting, and each memory component by state."""
+
+    running: int
+    waiting: Mapping[str, int]
+    waiting_tokens: int
+    components: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one step was and what it cost; the per-step telemetry.
+
+    ``admitted``, ``resumed`` and ``preempted`` count this step's sequences. ``state`` is the
+    scheduler's after the step. ``step_s`` is from plan to sampled tokens through all stages,
+    ``scheduler_s`` the host's time to plan and commit.
+    """
+
+    epoch: int
+    step_id: int
+    kind: Literal["prefill", "decode", "mixed"]
+    state: Snapshot
+    admitted: int
+    resumed: int
+    preempted: int
+    prefill_tokens: int
+    decode_tokens: int
+    recompute_prompt_tokens: int
+    recompute_output_tokens: int
+    prefix_hits: int
+    prefix_misses: int
+    prefix_hit_tokens: int
+    batches_in_flight: int
+    step_s: float
+    scheduler_s: float
+    stages: tuple[StageTime, ...]
+
+    @property
+    def num_rows(self) -> int:
+        recompute = self.recompute_prompt_tokens + self.recompute_output_tokens
+        return self.prefill_tokens + self.decode_tokens + recompute
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The one message a step sends to the gateway. ``record`` is None when no rows were run."""
+
+    events: tuple[TokenEvent, ...]
+    record: StepRecord | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -18,12 +19,20 @@ import numpy as np
 import numpy.typing as npt
 
 from skippy_mesh.errors import InvalidBatchError
-from skippy_mesh.messages import MAX_LANES, Copy, Remove, SamplingParams, StepBatch
+from skippy_mesh.messages import (
+    MAX_LANES,
+    Copy,
+    Remove,
+    SamplingParams,
+    StageTime,
+    StepBatch,
+)
 
-VERSION = 1
+VERSION = 2
 MAX_ROWS = 65_536
 MAX_WIDTH = 131_072
 MAX_OPERATIONS = 4 * MAX_LANES
+MAX_STAGES = 256
 KIND_STEP, KIND_ACTIVATIONS = 1, 2
 _MAX_FRAME_BYTES = 2**31 - 1
 _OPERATIONS: dict[str, type[Copy] | type[Remove]] = {"c": Copy, "r": Remove}
@@ -79,24 +88,48 @@ def decode_step(frame: bytes) -> StepBatch:
         raise InvalidBatchError(f"frame refused: malformed step ({error})") from error
 
 
-def encode_activations(epoch: int, step_id: int, rows: Activations) -> bytes:
-    """One frame of hidden states, float32 ``[n_rows, n_embd]``. Never narrowed: f16 or q8 frames
-    would be exact for some families only."""
-    contiguous = np.ascontiguousarray(rows, dtype="<f4")
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """What one stage hands to the next: ``rows``, float32 ``[n_rows, n_embd]``, and the times of
+    the stages they have come through."""
+
+    rows: Activations
+    stages: tuple[StageTime, ...] = ()
+
+
+def encode_activations(epoch: int, step_id: int, hidden: Hidden) -> bytes:
+    """One frame of hidden states. Never narrowed: f16 or q8 frames would be exact for some
+    families only."""
+    contiguous = np.ascontiguousarray(hidden.rows, dtype="<f4")
     num_rows, width = contiguous.shape
-    return _pack(KIND_ACTIVATIONS, epoch, step_id, num_rows, width, contiguous.data.cast("B"))
+    times = [(stage.compute_s, stage.wait_s, stage.num_decodes) for stage in hidden.stages]
+    payload = contiguous.data.cast("B")
+    return _pack(KIND_ACTIVATIONS, epoch, step_id, times, num_rows, width, payload)
 
 
-def decode_activations(frame: bytes) -> tuple[int, int, Activations]:
-    """``(epoch, step_id, rows)``. The rows are a read-only view into the frame."""
-    epoch, step_id, (num_rows, width, payload) = _unpack(frame, KIND_ACTIVATIONS, 3)
+def decode_activations(frame: bytes) -> tuple[int, int, Hidden]:
+    """``(epoch, step_id, hidden)``. The rows are a read-only view into the frame."""
+    epoch, step_id, (times, num_rows, width, payload) = _unpack(frame, KIND_ACTIVATIONS, 4)
     num_rows = _bounded("rows", num_rows, MAX_ROWS)
     width = _bounded("width", width, MAX_WIDTH)
     if not isinstance(payload, bytes) or len(payload) != num_rows * width * 4:
         raise InvalidBatchError(
             f"frame refused: {num_rows} rows of {width} floats do not match its payload"
         )
-    return epoch, step_id, np.frombuffer(payload, dtype="<f4").reshape(num_rows, width)
+    rows = np.frombuffer(payload, dtype="<f4").reshape(num_rows, width)
+    return epoch, step_id, Hidden(rows, _stage_times(times))
+
+
+def _stage_times(times: object) -> tuple[StageTime, ...]:
+    if not isinstance(times, list) or len(times) > MAX_STAGES:
+        raise InvalidBatchError("frame refused: malformed stage times")
+    try:
+        return tuple(
+            StageTime(float(compute_s), float(wait_s), _integer(num_decodes))
+            for compute_s, wait_s, num_decodes in times
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidBatchError(f"frame refused: malformed stage times ({error})") from error
 
 
 def _pack(kind: int, epoch: int, step_id: int, *body: object) -> bytes:

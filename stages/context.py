@@ -40,6 +40,8 @@ from stages.profile import PLAIN, Padding, Profile, pad_plan
 _KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}  # enum ggml_type
 _BYTES_PER_VALUE = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
 _BYTES_PER_CELL = 48  # llama.cpp's own record of a cell: position, shift, 256 sequence bits
+_CELL_STEP = 256  # llama.cpp makes pools of multiples of it
+_SLACK = 8
 _FLASH_ATTENTION_ON = 1
 _NO_ROWS = np.empty((0, 0), np.float32)
 
@@ -100,7 +102,8 @@ class StageContext:
             raise
         self._context_bytes = _rss_bytes() - rss_before
         # llama.cpp rounds what was asked for; only what it reports may be relied on.
-        self.num_cells: int = llama_cpp.llama_n_ctx(self._context)
+        pool: int = llama_cpp.llama_n_ctx(self._context)
+        self.num_cells = min(_round_up(config.num_cells), pool - profile.pad + 1)
         native_rows = min(
             llama_cpp.llama_n_batch(self._context), llama_cpp.llama_n_ubatch(self._context)
         )
@@ -108,10 +111,11 @@ class StageContext:
         self._lanes = LaneMemory(
             self._context,
             num_lanes=config.num_lanes,
-            num_cells=self.num_cells,
+            num_cells=pool,
             is_recurrent=is_recurrent,
         )
         self.native_s = 0.0  # spent inside llama_decode, in all
+        self.num_decodes = 0
         self._buffer = BatchBuffer(native_rows)
         self._views: dict[tuple[int, int], Floats] = {}
 
@@ -135,6 +139,7 @@ class StageContext:
         started = time.perf_counter()
         code = llama_cpp.llama_decode(self._context, self._buffer.native)
         self.native_s += time.perf_counter() - started
+        self.num_decodes += 1
         if code == 1:
             raise NoRoomError(f"llama.cpp found no cells for {rows.num_rows} rows")
         if code == -1:
@@ -211,7 +216,7 @@ class StageContext:
     def _new_context(self, config: ContextConfig) -> int:
         self._check_fits(config)
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = config.num_cells
+        params.n_ctx = self._pool_size(config)
         pad = self._profile.pad
         params.n_seq_max = config.num_lanes + pad  # the lanes, the grave, and padding's
         num_rows = max(config.max_rows, params.n_seq_max)  # fewer are a native assert
@@ -236,13 +241,19 @@ class StageContext:
             )
         return context
 
+    def _pool_size(self, config: ContextConfig) -> int:
+        """Cells to ask for: those that can be used, those of padding rows, and an eighth more for
+        freed cells, so that the pool is compacted once in so many rows and not at every step."""
+        usable = _round_up(config.num_cells)
+        return _round_up(usable + usable // _SLACK + self._profile.pad - 1)
+
     def _check_fits(self, config: ContextConfig) -> None:
         """llama.cpp touches all of a pool when it creates it: one beyond memory would not fail but
         push every process of this machine out."""
         head_width = self.num_embd // max(1, llama_cpp.llama_model_n_head(self._model))
         num_values = 2 * self.num_layers * head_width * llama_cpp.llama_model_n_head_kv(self._model)
         num_bytes = num_values * _BYTES_PER_VALUE[config.kv_type] + _BYTES_PER_CELL
-        need, free = int(config.num_cells * num_bytes), _available_bytes()
+        need, free = int(self._pool_size(config) * num_bytes), _available_bytes()
         if free is not None and need > free:
             raise RuntimeUnavailableError(
                 f"a context of {config.num_cells} cells ({config.kv_type} KV) takes "
@@ -316,6 +327,10 @@ def _new_tap(last: str, restored: str) -> int:
     if not tap:
         raise RuntimeUnavailableError(f"the tap for {last or restored} could not be created")
     return tap
+
+
+def _round_up(num_cells: int) -> int:
+    return num_cells + -num_cells % _CELL_STEP
 
 
 def _rss_bytes() -> int:

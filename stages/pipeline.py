@@ -1,21 +1,78 @@
 """All stages of a mesh in order, in one process or as Ray actors.
 
-Both are the engine's ``Pipeline``: ``forward`` runs one StepBatch through every stage. ``logits``
-does the same but returns the last stage's logits, for tests that compare bits.
+:class:`HeadPipeline` is the engine's: stage 0 in the engine's own process, the others as actors
+that hand activations on as object refs, each answer straight from the last stage. The other two are
+instruments: all stages in one process, or all of them as actors. Their ``logits`` runs a step but
+returns the last stage's logits, for tests that compare bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from skippy_mesh.errors import SkippyError, StageError
-from skippy_mesh.messages import StepBatch, StepResult
-from skippy_mesh.wire import encode_step
+from skippy_mesh.engine import Pending
+from skippy_mesh.errors import SkippyError, StageError, StageLostError
+from skippy_mesh.messages import Request, StepBatch, StepReport, StepResult
+from skippy_mesh.wire import Hidden, encode_activations, encode_step
 from stages.batch import Floats
 from stages.worker import StageInfo, StageTimes, StageWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer to a batch that was run at once, or what went wrong with it."""
+
+    answer: StepResult | Exception
+
+    def result(self) -> StepResult:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class RayPending:
+    """The answer of the last stage's actor, as an object ref."""
+
+    def __init__(self, ref: Any, actors: Sequence[Any]):
+        self._ref = ref
+        self._actors = actors
+
+    def result(self) -> StepResult:
+        answer: StepResult = _get(self._ref, self._actors, first_index=1)
+        return answer
+
+
+class HeadPipeline:
+    """Stage 0 is ``worker``, in this process and on this thread; ``actors`` are the stages behind
+    it. Without any, a step makes no Ray call at all."""
+
+    def __init__(self, worker: StageWorker, actors: Sequence[Any] = ()):
+        self._worker = worker
+        self._actors = list(actors)
+
+    def submit(self, batch: StepBatch) -> Pending:
+        try:
+            answer = self._worker.forward(batch)
+            if not self._actors:
+                assert isinstance(answer, StepResult)
+                return Done(answer)
+            output = None
+            if isinstance(answer, Hidden):
+                output = encode_activations(batch.epoch, batch.step_id, answer)
+            return RayPending(_chain(self._actors, "step", batch, output), self._actors)
+        except Exception as error:  # the engine meets it when it asks for the result
+            return Done(error)
+
+    def lane_ends(self) -> list[Mapping[int, int]]:
+        ends: list[Mapping[int, int]] = [self._worker.lane_ends()]
+        if self._actors:
+            refs = [actor.lane_ends.remote() for actor in self._actors]
+            ends += _get(refs, self._actors, first_index=1)
+        return ends
 
 
 class LocalPipeline:
@@ -26,18 +83,28 @@ class LocalPipeline:
         self.infos: list[StageInfo] = [worker.load() for worker in workers]
 
     def forward(self, batch: StepBatch) -> StepResult:
-        return self._workers[-1].sample(batch, self._compute(batch))
+        hidden: Hidden | None = None
+        for worker in self._workers:
+            answer = worker.forward(batch, hidden)
+            hidden = answer if isinstance(answer, Hidden) else None
+        assert isinstance(answer, StepResult)
+        return answer
+
+    def submit(self, batch: StepBatch) -> Pending:
+        try:
+            return Done(self.forward(batch))
+        except Exception as error:
+            return Done(error)
+
+    def lane_ends(self) -> list[Mapping[int, int]]:
+        return [worker.lane_ends() for worker in self._workers]
 
     def logits(self, batch: StepBatch) -> Floats | None:
         """float32 ``[n_sampled, n_vocab]``, or None for a batch without rows."""
-        logits = self._compute(batch)
-        return None if logits is None else logits.copy()
-
-    def _compute(self, batch: StepBatch) -> Floats | None:
-        hidden: Floats | None = None
+        rows: Floats | None = None
         for worker in self._workers:
-            hidden = worker.compute(batch, hidden)
-        return hidden
+            rows = worker.compute(batch, rows)
+        return None if rows is None else rows.copy()
 
     def close(self) -> None:
         for worker in self._workers:
@@ -56,11 +123,11 @@ class RayPipeline:
         self.infos = list(infos)
 
     def forward(self, batch: StepBatch) -> StepResult:
-        result: StepResult = self._run(batch, "step")
+        result: StepResult = _get(_chain(self.actors, "step", batch, None), self.actors)
         return result
 
     def logits(self, batch: StepBatch) -> Floats | None:
-        found: Floats | None = self._run(batch, "step_logits")
+        found: Floats | None = _get(_chain(self.actors, "step_logits", batch, None), self.actors)
         return found
 
     def busy_seconds(self) -> float:
@@ -68,29 +135,61 @@ class RayPipeline:
         times: list[StageTimes] = ray.get([actor.times.remote() for actor in self.actors])
         return sum(stage.busy_s for stage in times)
 
-    def check_alive(self) -> str | None:
-        """None if every stage answers, else which one does not."""
-        for index, actor in enumerate(self.actors):
-            try:
-                ray.get(actor.info.remote(), timeout=3)
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                return f"stage {index} does not answer ({type(error).__name__})"
-        return None
 
-    def _run(self, batch: StepBatch, method: str) -> Any:
-        frame = encode_step(batch)
-        output = None
-        for actor in self.actors:
-            output = getattr(actor, method).remote(frame, output)
+class RemoteHead:
+    """The engine inside stage 0's actor: the gateway's channel to it."""
+
+    def __init__(self, actor: Any):
+        self._actor = actor
+
+    def submit(self, request: Request) -> None:
+        self._actor.submit.remote(request)
+
+    def abort(self, request_id: str) -> None:
+        self._actor.abort.remote(request_id)
+
+    def close(self) -> None:
+        self._actor.close.remote()
+
+    def reports(self) -> Iterator[StepReport]:
         try:
-            return ray.get(output)
+            for ref in self._actor.reports.remote():
+                yield ray.get(ref)
         except ray.exceptions.RayError as error:
-            # A stage's own error crosses unchanged; a later stage reports an earlier one's end.
-            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            if isinstance(cause, SkippyError):
-                raise cause from error
-            reason = self.check_alive() or f"{type(cause).__name__}: {first_line(cause)}"
-            raise StageError(f"a stage failed: {reason}") from error
+            raise StageLostError(f"stage 0 is lost ({type(error).__name__})") from error
+
+
+def check_alive(actors: Sequence[Any], *, first_index: int = 0) -> str | None:
+    """None if every stage's actor answers, else which one does not."""
+    for index, actor in enumerate(actors, first_index):
+        try:
+            ray.get(actor.info.remote(), timeout=3)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            return f"stage {index} does not answer ({type(error).__name__})"
+    return None
+
+
+def _chain(actors: Sequence[Any], method: str, batch: StepBatch, output: Any) -> Any:
+    """Call ``method`` of every stage in order, each with the ref of what the one before returns."""
+    frame = encode_step(batch)
+    for actor in actors:
+        output = getattr(actor, method).remote(frame, output)
+    return output
+
+
+def _get(refs: Any, actors: Sequence[Any], *, first_index: int = 0) -> Any:
+    """``ray.get``, whose errors become ours: a stage's own crosses unchanged."""
+    try:
+        return ray.get(refs)
+    except ray.exceptions.RayError as error:
+        # A later stage reports an earlier one's end.
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        if isinstance(cause, SkippyError):
+            raise cause from error
+        lost = check_alive(actors, first_index=first_index)
+        if lost is not None:
+            raise StageLostError(lost) from error
+        raise StageError(f"a stage failed: {type(cause).__name__}: {first_line(cause)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -18,10 +18,11 @@ cache) sums the cells of a lane in the order of the pool, whatever the step's ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from skippy_mesh.errors import InvalidBatchError
+from skippy_mesh.families import Family
 from stages.gguf_format import Tensor
 
 _ALIKE = frozenset(("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "TQ1_0", "TQ2_0", "Q1_0"))
@@ -79,6 +80,24 @@ def matrix_types(tensors: Iterable[Tensor]) -> frozenset[str]:
         tensor.type.name
         for name, tensor in by_name.items()
         if any(size > 1 for size in tensor.shape[1:]) and not name.endswith(_NOT_MULTIPLIED)
+    )
+
+
+_DIFFER_ALONE = _FROM_TWO_ROWS | _BY_FOURS
+
+
+def replays_in_chunks(family: Family, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a token's row has the same bits in a chunk as when it was decoded.
+
+    Linear attention multiplies its output (``ssm_out``) sequence by sequence: in a decode step each
+    is one row, whatever the padding, and no padding makes that kernel a chunk's.
+    """
+    if family.name != "linear":
+        return True
+    return not any(
+        tensor.type.name in _DIFFER_ALONE
+        for name, tensor in tensors.items()
+        if name.endswith("ssm_out.weight")
     )
 
 

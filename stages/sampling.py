@@ -9,6 +9,7 @@ llama.cpp's keeps a generator that would have to be replayed.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 
 import llama_cpp
@@ -28,6 +29,10 @@ class LaneSampler:
     def __init__(self, params: SamplingParams):
         self.params = params
         self._chain = _filters(params) if params.temperature > 0 else None
+
+    @property
+    def is_plain_argmax(self) -> bool:
+        return self._chain is None and not self.params.suppressed_ids
 
     def __call__(self, logits: Floats, position: int) -> int:
         """The token for ``position``, drawn from float32 ``[n_vocab]``."""
@@ -104,11 +109,26 @@ class Sampler:
             self._forget(lane)
             self._lanes[lane] = LaneSampler(params)
 
-    def sample(self, lane: int, logits: Floats, position: int) -> int:
-        sampler = self._lanes.get(lane)
-        if sampler is None:
-            raise StageError(f"lane {lane} samples but was never given sampling parameters")
-        return sampler(logits, position)
+    def sample(
+        self, lanes: Sequence[int], logits: Floats, positions: Sequence[int]
+    ) -> tuple[dict[int, int], dict[int, str]]:
+        """The tokens of ``lanes`` for ``positions``, from float32 ``[n_lanes, n_vocab]``, and why
+        a lane has none: one that cannot sample fails alone."""
+        tokens: dict[int, int] = {}
+        failed: dict[int, str] = {}
+        best = logits.argmax(axis=1).tolist()  # the first NaN, if there is one; lowest id on ties
+        for row, (lane, position) in enumerate(zip(lanes, positions, strict=True)):
+            sampler = self._lanes.get(lane)
+            if sampler is None:
+                failed[lane] = f"lane {lane} samples but was never given sampling parameters"
+            elif sampler.is_plain_argmax and math.isfinite(logits[row, best[row]]):
+                tokens[lane] = best[row]
+            else:
+                try:
+                    tokens[lane] = sampler(logits[row], position)
+                except StageError as error:
+                    failed[lane] = str(error)
+        return tokens, failed
 
     def clear(self) -> None:
         for lane in list(self._lanes):

@@ -14,17 +14,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skippy_mesh.config import EXACT_KV_TYPES, ContextConfig, StageSpec
+from skippy_mesh.config import EXACT_KV_TYPES, ContextConfig, StageSpec, StepRules
 from skippy_mesh.errors import InvalidBatchError, StageError, StepOrderError
-from skippy_mesh.messages import StepBatch, StepResult
-from skippy_mesh.wire import decode_activations, decode_step, encode_activations
+from skippy_mesh.messages import StageTime, StepBatch, StepResult
+from skippy_mesh.scheduler.memory import Capacity
+from skippy_mesh.wire import Hidden, decode_activations, decode_step, encode_activations
 from stages import selftest
 from stages.batch import Floats, Rows
 from stages.context import StageContext
 from stages.embedding import Embedding
 from stages.gguf_file import ModelFile
 from stages.probe import can_repack, machine_key
-from stages.profile import PLAIN, Profile, choose_profile, matrix_types
+from stages.profile import (
+    PLAIN,
+    Profile,
+    choose_profile,
+    matrix_types,
+    replays_in_chunks,
+)
 from stages.sampling import Sampler
 from stages.slices import cached_slice
 
@@ -35,8 +42,8 @@ Progress = Callable[[int, int], None]
 class StageInfo:
     """What a loaded stage says of itself; a snapshot, never read from the running context.
 
-    Prompt chunks must be multiples of ``chunk_multiple`` rows, or single rows. ``why_inexact`` is
-    None when the self-test proved that company does not change a row's bits.
+    ``capacity`` is what requests can use, ``rules`` what a step may hold. ``why_inexact`` is None
+    when the self-test proved that company does not change a row's bits.
     """
 
     index: int
@@ -44,9 +51,9 @@ class StageInfo:
     first_layer: int
     end_layer: int
     num_cells: int
-    num_lanes: int
-    max_rows: int
-    chunk_multiple: int
+    max_trained_tokens: int
+    capacity: Capacity
+    rules: StepRules
     weight_bytes: int
     context_bytes: int
     rss_bytes: int
@@ -75,6 +82,7 @@ class StageWorker:
         self._next_step = 0
         self._info: StageInfo | None = None
         self._busy_s = 0.0
+        self._ended_s = 0.0
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -158,9 +166,14 @@ class StageWorker:
             first_layer=self.spec.first_layer,
             end_layer=self.spec.end_layer,
             num_cells=context.num_cells,
-            num_lanes=context.num_lanes,
-            max_rows=context.max_rows,
-            chunk_multiple=profile.pad if model.family.is_recurrent else 1,
+            max_trained_tokens=model.max_trained_tokens,
+            capacity=self._capacity(context, model),
+            rules=StepRules(
+                max_rows=context.max_rows,
+                is_homogeneous=model.family.step_rule == "homogeneous",
+                chunk_multiple=profile.pad if model.family.is_recurrent else 1,
+                replays_in_chunks=replays_in_chunks(model.family, model.tensors),
+            ),
             weight_bytes=memory.weight_bytes,
             context_bytes=memory.context_bytes,
             rss_bytes=memory.rss_bytes,
@@ -168,6 +181,45 @@ class StageWorker:
             why_inexact=why_inexact,
             process_id=os.getpid(),
         )
+
+    def _capacity(self, context: StageContext, model: ModelFile) -> Capacity:
+        layers = model.family.layer_kinds(model.facts)[self.spec.first_layer : self.spec.end_layer]
+        kinds = frozenset[str]().union(*layers)
+        return Capacity(
+            lanes=context.num_lanes,
+            attention=context.num_cells if "attention" in kinds else None,
+            window=context.num_cells if "window" in kinds else None,
+            recurrent=context.num_lanes if "recurrent" in kinds else None,
+        )
+
+    def forward(self, batch: StepBatch, hidden: Hidden | None = None) -> StepResult | Hidden | None:
+        """Run ``batch``: its result on the last stage, on any other the rows for the next stage,
+        None for a batch without rows."""
+        started_s = time.perf_counter()
+        num_decodes = self._loaded().num_decodes
+        output = self.compute(batch, None if hidden is None else hidden.rows)
+        tokens: dict[int, int] = {}
+        failed: dict[int, str] = {}
+        if self.spec.is_last:
+            tokens, failed = self.sample(batch, output)
+        ended_s = time.perf_counter()
+        self._busy_s += ended_s - started_s
+        time_here = StageTime(
+            ended_s - started_s,
+            started_s - (self._ended_s or started_s),
+            self._loaded().num_decodes - num_decodes,
+        )
+        self._ended_s = ended_s
+        stages = (*(hidden.stages if hidden else ()), time_here)
+        if self.spec.is_last:
+            return StepResult(
+                epoch=batch.epoch,
+                step_id=batch.step_id,
+                tokens=tokens,
+                failed=failed,
+                stages=stages,
+            )
+        return None if output is None else Hidden(output, stages)
 
     def compute(self, batch: StepBatch, hidden: Floats | None = None) -> Floats | None:
         """Apply ``batch`` and return this stage's rows: hidden states ``[n_rows, n_embd]``, or on
@@ -185,30 +237,39 @@ class StageWorker:
         self._next_step = batch.step_id + 1
         return output
 
-    def sample(self, batch: StepBatch, logits: Floats | None) -> StepResult:
-        """Draw the next token of every sampling lane; row k of ``logits`` is the k-th of them."""
+    def sample(
+        self, batch: StepBatch, logits: Floats | None
+    ) -> tuple[dict[int, int], dict[int, str]]:
+        """The next token of every sampling lane, and why one has none; row k of ``logits`` is the
+        k-th of them."""
         self._sampler.configure(batch.new_lanes, batch.forgotten_lanes)
-        tokens: dict[int, int] = {}
-        if logits is not None:
-            flagged = (row for row in range(batch.num_rows) if batch.samples[row])
-            for index, row in enumerate(flagged):
-                lane = batch.lanes[row]
-                # The new token's own position: one past the row it was predicted from.
-                tokens[lane] = self._sampler.sample(lane, logits[index], batch.positions[row] + 1)
-        return StepResult(epoch=batch.epoch, step_id=batch.step_id, tokens=tokens)
+        if logits is None or not len(logits):
+            return {}, {}
+        # A new token's own position: one past the row it is predicted from.
+        places = [position + 1 for position, samples in zip(
+            batch.positions, batch.samples, strict=True) if samples]  # fmt: skip
+        return self._sampler.sample(batch.sampled_lanes, logits, places)
 
     def step(self, frame: bytes, activations: bytes | None = None) -> bytes | StepResult | None:
-        """:meth:`compute` (and on the last stage :meth:`sample`) over the wire's frames."""
-        started = time.perf_counter()
-        batch, output = self._compute_frames(frame, activations)
-        answer = self.sample(batch, output) if self.spec.is_last else self._frame_of(batch, output)
-        self._busy_s += time.perf_counter() - started
-        return answer
+        """:meth:`forward` over the wire's frames."""
+        batch, hidden = self._decode_frames(frame, activations)
+        answer = self.forward(batch, hidden)
+        return encode_activations(batch.epoch, batch.step_id, answer) if isinstance(
+            answer, Hidden) else answer  # fmt: skip
 
     def step_logits(self, frame: bytes, activations: bytes | None = None) -> Any:
         """Like :meth:`step`, but the last stage answers its logits: the instrument of proofs."""
-        batch, output = self._compute_frames(frame, activations)
-        return output if self.spec.is_last else self._frame_of(batch, output)
+        batch, hidden = self._decode_frames(frame, activations)
+        output = self.compute(batch, None if hidden is None else hidden.rows)
+        if self.spec.is_last or output is None:
+            return output
+        return encode_activations(batch.epoch, batch.step_id, Hidden(output))
+
+    def lane_ends(self) -> dict[int, int]:
+        """How many positions llama.cpp says each lane holds that is not empty."""
+        context = self._loaded()
+        ends = {lane: context.positions(lane)[1] + 1 for lane in range(context.num_lanes)}
+        return {lane: end for lane, end in ends.items() if end}
 
     def info(self) -> StageInfo | None:
         """The snapshot taken at load; None before. Never waits for a running step."""
@@ -224,22 +285,19 @@ class StageWorker:
             self._context.close()
             self._context = None
 
-    def _compute_frames(
+    def _decode_frames(
         self, frame: bytes, activations: bytes | None
-    ) -> tuple[StepBatch, Floats | None]:
+    ) -> tuple[StepBatch, Hidden | None]:
         batch = decode_step(frame)
-        hidden = None
-        if activations is not None:
-            epoch, step_id, hidden = decode_activations(activations)
-            if (epoch, step_id) != (batch.epoch, batch.step_id):
-                raise StepOrderError(
-                    f"activations of step {epoch}/{step_id} came with step "
-                    f"{batch.epoch}/{batch.step_id}"
-                )
-        return batch, self.compute(batch, hidden)
-
-    def _frame_of(self, batch: StepBatch, output: Floats | None) -> bytes | None:
-        return None if output is None else encode_activations(batch.epoch, batch.step_id, output)
+        if activations is None:
+            return batch, None
+        epoch, step_id, hidden = decode_activations(activations)
+        if (epoch, step_id) != (batch.epoch, batch.step_id):
+            raise StepOrderError(
+                f"activations of step {epoch}/{step_id} came with step "
+                f"{batch.epoch}/{batch.step_id}"
+            )
+        return batch, hidden
 
     def _inputs(self, batch: StepBatch, hidden: Floats | None) -> Floats:
         if self._embedding is not None:

@@ -17,12 +17,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from skippy_mesh.engine import Engine
-from skippy_mesh.errors import RequestError, SkippyError
+from skippy_mesh.client import EngineClient
+from skippy_mesh.errors import QueueFullError, RequestError, SkippyError
 from skippy_mesh.gateway.chat import ChatTemplate, Tokenizer, encode_prompt
 from skippy_mesh.gateway.errors import (
     ApiError,
     Edge,
+    queue_full,
     to_api_error,
     unavailable,
     valid_request_id,
@@ -51,7 +52,7 @@ _SEED_BITS = 53  # what a client in JavaScript can echo without rounding
 
 
 def create_app(
-    engine: Engine,
+    engine: EngineClient,
     tokenizer: Tokenizer,
     *,
     model_name: str,
@@ -60,11 +61,13 @@ def create_app(
     exact_reason: str | None = None,
     api_keys: Sequence[str] = (),
     limits: Limits | None = None,
+    metrics: Callable[[], bytes] = bytes,
 ) -> FastAPI:
     """The application.
 
     ``health`` answers at once: None when the mesh can serve, :data:`LOADING` while it starts, else
     the reason it cannot, in words fit for a client. ``exact_reason`` says why ``exact`` is false.
+    ``metrics`` renders the page at ``/metrics``.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Edge, api_keys=api_keys)
@@ -81,6 +84,10 @@ def create_app(
     async def answer_live() -> Response:
         return JSONResponse({"status": "ok"})
 
+    async def answer_metrics() -> Response:
+        return Response(metrics(), media_type="text/plain; version=0.0.4")
+
+    app.add_api_route("/metrics", answer_metrics, methods=["GET"])
     for path in ("/health", "/v1/health"):
         app.add_api_route(path, answer_health, methods=["GET"])
     for path in ("/livez", "/ping"):
@@ -101,7 +108,7 @@ class Gateway:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         tokenizer: Tokenizer,
         *,
         model_name: str,
@@ -222,6 +229,8 @@ class Gateway:
             self._open_ids.discard(request_id)
             if isinstance(error, RequestError):
                 raise self._never_fits(error, request, prompt_field) from None
+            if isinstance(error, QueueFullError):
+                raise queue_full(str(error)) from None
             if isinstance(error, SkippyError):
                 raise unavailable("draining", str(error)) from None
             raise

@@ -22,7 +22,7 @@ from skippy_mesh.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-PUBLIC_PATHS = frozenset({"/livez", "/ping", "/health", "/v1/health"})
+PUBLIC_PATHS = frozenset({"/livez", "/ping", "/health", "/v1/health", "/metrics"})
 RETRY_AFTER_S = 5
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TYPES = {
@@ -85,6 +85,10 @@ def engine_failed() -> ApiError:
 
 def unavailable(code: str, message: str) -> ApiError:
     return ApiError(503, code, message, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def queue_full(message: str) -> ApiError:
+    return ApiError(429, "queue_full", message, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -1,8 +1,7 @@
 """The process around the app: the socket, the web server's thread, and an orderly end.
 
-The engine keeps the calling thread, because a single stage's context belongs to the thread that
-built it; uvicorn runs beside it. On SIGINT or SIGTERM the server stops accepting, running requests
-get a few seconds and are then aborted, and the engine ends. A second signal aborts at once.
+On SIGINT or SIGTERM the server stops accepting, running requests get a few seconds and are then
+aborted. A second signal aborts at once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import uvicorn
 
-from skippy_mesh.engine import Engine
+from skippy_mesh.client import EngineClient
 from skippy_mesh.errors import SkippyError, UsageError
 from skippy_mesh.gateway.app import create_app
 from skippy_mesh.gateway.chat import Tokenizer
@@ -22,14 +21,6 @@ from skippy_mesh.gateway.chat import Tokenizer
 _WATCH_S = 1.0
 _DRAIN_S = 5
 _ABORT_S = 10  # for the last events to reach their clients
-_READY = """\
-skippy_mesh ready on {url} (stages {num_stages}, ceiling 1, bound by engine lanes, exact {exact})
-engine: baseline, one request at a time
-exact: {why} ({profile})
-Try it:
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"messages":[{{"role":"user","content":"Why is the sky blue?"}}],"max_tokens":64}}'
-"""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -78,60 +69,52 @@ class Watch:
 
 def serve(
     sock: socket.socket,
-    engine: Engine,
+    client: EngineClient,
     tokenizer: Tokenizer,
     *,
     model_name: str,
     check_alive: Callable[[], str | None],
     api_keys: Sequence[str],
-    num_stages: int,
     why_inexact: str | None,
-    profile: str,
+    metrics: Callable[[], bytes],
+    ready: Callable[[str], str],
 ) -> None:
-    """Serve until a signal. Runs the engine on this thread."""
+    """Serve until a signal, then close ``client``. ``ready(url)`` is printed when requests are
+    answered."""
     watch = Watch(check_alive)
     app = create_app(
-        engine,
+        client,
         tokenizer,
         model_name=model_name,
         health=lambda: watch.problem,
         api_keys=api_keys,
         exact=why_inexact is None,
         exact_reason=why_inexact,
+        metrics=metrics,
     )
     config = uvicorn.Config(
         app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S + _ABORT_S
     )
     server = uvicorn.Server(config)
     # Streams end with a reason. What uvicorn cancels would break off, with a traceback.
-    drain = threading.Timer(_DRAIN_S, engine.close)
+    drain = threading.Timer(_DRAIN_S, client.close)
     drain.daemon = True
-
-    def run_server() -> None:
-        try:
-            server.run(sockets=[sock])
-        finally:
-            engine.close()
 
     def stop(_signal: int, _frame: object) -> None:
         if server.should_exit:
-            # Not here: this thread may be inside the engine and hold its lock.
-            threading.Thread(target=engine.close, daemon=True).start()
+            threading.Thread(target=client.close, daemon=True).start()
         else:
             drain.start()
         server.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    thread = threading.Thread(target=run_server, name="http")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="http")
     thread.start()
     host, port = sock.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    exact = "yes" if why_inexact is None else "no"
-    why = why_inexact or "every stage's self-test passed"
-    ready = _READY.format(url=url, num_stages=num_stages, exact=exact, why=why, profile=profile)
-    print(ready, end="", flush=True)
-    engine.run()
+    print(ready(url), end="", flush=True)
     thread.join()
     drain.cancel()
+    client.close()
     watch.close()

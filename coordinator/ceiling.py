@@ -1,0 +1,104 @@
+"""How many sequences may be served at once: the least over all stages and memory components.
+
+Pure arithmetic on what the stages report. The ceiling is what memory permits; how many of them are
+worth running at a time is for pacing to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skippy_mesh.config import NUM_SPARE_LANES
+from skippy_mesh.errors import UsageError
+from skippy_mesh.messages import MAX_LANES
+from skippy_mesh.scheduler.memory import CELL_COMPONENTS, Capacity
+
+FLOOR_CONTEXT = 256
+"""Cells a session can count on when all sessions run."""
+
+MAX_RECURRENT_LANES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One bound: ``value`` sequences, because of ``component`` on ``stage``."""
+
+    value: int
+    stage: str
+    component: str
+    term: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """``binding`` is the least of ``terms``; its value is the ceiling."""
+
+    binding: Term
+    terms: tuple[Term, ...]
+
+    @property
+    def value(self) -> int:
+        return self.binding.value
+
+    def __str__(self) -> str:
+        binding = self.binding
+        return f"{binding.value}, bound by stage {binding.stage} {binding.component}"
+
+
+def planned_lanes(num_cells: int, *, is_recurrent: bool, parallel: int | None = None) -> int:
+    """Lanes to ask a context for, before it says what it has. One more costs little, except where
+    each brings a row of recurrent state."""
+    most = MAX_RECURRENT_LANES if is_recurrent else MAX_LANES - NUM_SPARE_LANES
+    derived = max(min(num_cells // FLOOR_CONTEXT, most), 1)
+    return derived if parallel is None else max(min(derived, parallel), 1)
+
+
+def ceiling(
+    stages: Sequence[Capacity], *, floor_context: int = FLOOR_CONTEXT, parallel: int | None = None
+) -> Ceiling:
+    """The ceiling of a mesh of ``stages``, which ``parallel`` may lower and never raise.
+
+    A pool bounds it by cells over ``floor_context``, recurrent memory by the state rows there are,
+    and ids by the lanes that residents and padding leave of 256.
+    """
+    terms = tuple(
+        _term(index, component, size, floor_context)
+        for index, stage in enumerate(stages)
+        for component, size in stage.by_component().items()
+    )
+    binding = min(terms, key=lambda term: term.value)
+    if binding.value < 1:
+        raise UsageError(
+            f"no session fits: stage {binding.stage} allows 0 by its {binding.component} "
+            f"({binding.term}); raise --ctx-size"
+        )
+    if parallel is None:
+        return Ceiling(binding, terms)
+    if not 1 <= parallel <= binding.value:
+        raise UsageError(
+            f"--parallel {parallel} is not from 1 to {binding.value}, what stage {binding.stage} "
+            f"allows by its {binding.component} ({binding.term})"
+        )
+    return Ceiling(Term(parallel, "all", "lanes", "operator"), terms)
+
+
+def mesh_capacity(stages: Sequence[Capacity]) -> Capacity:
+    """What every stage has of each component: the least of all."""
+    return Capacity(
+        lanes=min(stage.lanes for stage in stages),
+        attention=_least([stage.attention for stage in stages]),
+        window=_least([stage.window for stage in stages]),
+        recurrent=_least([stage.recurrent for stage in stages]),
+    )
+
+
+def _least(sizes: Sequence[int | None]) -> int | None:
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def _term(stage: int, component: str, size: int, floor_context: int) -> Term:
+    if component in CELL_COMPONENTS:
+        text = f"{size} cells / {floor_context} per session"
+        return Term(size // floor_context, str(stage), component, text)
+    return Term(size, str(stage), component, f"{size} rows" if component == "recurrent" else "ids")

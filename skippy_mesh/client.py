@@ -1,0 +1,156 @@
+"""The gateway's end of the engine: submit requests, get every step's report, hand out its events.
+
+The engine may be a thread of this process or an actor elsewhere; a :class:`Channel` hides which.
+Submitting is bounded: beyond the ceiling and the queue a request is refused at once, and a refused
+one has cost the engine nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from skippy_mesh.errors import QueueFullError, SkippyError
+from skippy_mesh.messages import Request, StepReport, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[TokenEvent], None]
+
+
+class Channel(Protocol):
+    """An engine, from any thread of any process."""
+
+    def submit(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def close(self) -> None:
+        """Abort everything and end :meth:`reports`."""
+        ...
+
+    def reports(self) -> Iterator[StepReport]:
+        """One report a step until the engine ends; raises if it is lost."""
+        ...
+
+
+class ReportQueue:
+    """Reports on their way between two threads."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[StepReport | None] = queue.SimpleQueue()
+
+    def put(self, report: StepReport) -> None:
+        self._queue.put(report)
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[StepReport]:
+        while (report := self._queue.get()) is not None:
+            yield report
+
+
+class EngineClient:
+    """Submits to ``channel`` and passes each event to its request's sink, on a thread of its own.
+
+    ``max_open`` bounds the requests that run or wait. ``on_report`` gets every report first, on
+    the same thread. Any thread may call the methods.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        max_model_len: int,
+        max_open: int,
+        on_report: Callable[[StepReport], None] | None = None,
+    ):
+        self.max_model_len = max_model_len
+        self._max_open = max_open
+        self._channel = channel
+        self._on_report = on_report
+        self._sinks: dict[str, Sink] = {}
+        self._lock = threading.Lock()
+        self._end: str | None = None
+        self._thread = threading.Thread(target=self._read, name="reports", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._sinks)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Run ``request``; ``sink`` gets its events and must not block."""
+        request.check_fits(self.max_model_len)
+        with self._lock:
+            if self._end is not None:
+                raise SkippyError(self._end)
+            if request.request_id in self._sinks:
+                raise SkippyError(f"request id {request.request_id} is already open")
+            if len(self._sinks) >= self._max_open:
+                raise QueueFullError(
+                    f"{len(self._sinks)} requests run or wait, and no more are let in: try later"
+                )
+            self._sinks[request.request_id] = sink
+        self._channel.submit(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request within one step; False if it is not open."""
+        if request_id not in self._sinks:
+            return False
+        self._channel.abort(request_id)
+        return True
+
+    def generate(self, request: Request) -> Iterator[TokenEvent]:
+        """The events of one request; leaving early aborts it."""
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        self.submit(request, events.put)
+        try:
+            while True:
+                event = events.get()
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            self.abort(request.request_id)
+
+    def close(self) -> None:
+        """Abort everything open; returns when every request has had its last event."""
+        with self._lock:
+            self._end = self._end or "the engine is shutting down"
+        self._channel.close()
+        self._thread.join()
+
+    def _read(self) -> None:
+        reason = "the engine is shutting down"
+        try:
+            for report in self._channel.reports():
+                self._deliver(report)
+        except Exception as error:
+            logger.warning("the engine is lost: %s", error)
+            reason = str(error) if isinstance(error, SkippyError) else "the engine is lost"
+        with self._lock:
+            self._end = reason
+            left = list(self._sinks)
+        for request_id in left:
+            self._pass_on(TokenEvent(request_id=request_id, finish_reason="error", error=reason))
+
+    def _deliver(self, report: StepReport) -> None:
+        if self._on_report is not None:
+            self._on_report(report)
+        for event in report.events:
+            self._pass_on(event)
+
+    def _pass_on(self, event: TokenEvent) -> None:
+        with self._lock:
+            sink = self._sinks.get(event.request_id)
+            if event.finish_reason is not None:
+                self._sinks.pop(event.request_id, None)
+        if sink is None:
+            return
+        try:
+            sink(event)
+        except Exception:
+            logger.exception("the receiver of request %s failed", event.request_id)

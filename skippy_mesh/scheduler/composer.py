@@ -1,0 +1,127 @@
+"""Which rows ride together in one step. Pure: from the running sequences to (sequence, rows).
+
+Decode rows come first, then prefill fills up what is left of the step, as far as the pace of the
+live decodes allows (Sarathi-Serve's chunked prefill). Where memory is recurrent a step holds one or
+the other (config.StepRules).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from skippy_mesh.config import StepRules
+from skippy_mesh.scheduler.pacing import PrefillPacer
+from skippy_mesh.scheduler.sequence import Sequence
+
+MAX_CHUNK_BESIDE_DECODES = 256
+"""A recurrent chunk is a step of its own, for which live decodes wait: no more rows than this."""
+
+Rows = list[tuple[Sequence, int]]
+
+
+class Composer:
+    """Remembers one thing: whether the last step was a chunk that decodes had to wait for."""
+
+    def __init__(self, rules: StepRules, pacer: PrefillPacer, *, max_in_flight: int):
+        self._rules = rules
+        self._pacer = pacer
+        self._max_in_flight = max_in_flight
+        self._last_was_chunk = False
+
+    def decodes(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Sequences with a single row to run, those that waited longest first, and no more than
+        an even share of all that decode: else one batch would hold them all and the stages idle."""
+        trial = _on_trial(running)
+        if trial is not None:
+            return [trial] if self._runs_single(trial) and not trial.num_in_flight else []
+        runnable = [sequence for sequence in running if self._runs_single(sequence)]
+        num_decoding = sum(map(self._is_decoding, running))
+        share = -(-num_decoding // self._max_in_flight)
+        runnable.sort(key=lambda sequence: (sequence.last_step, sequence.turn))
+        return runnable[: min(share, self._rules.max_rows)]
+
+    def compose(
+        self, running: Iterable[Sequence], decodes: list[Sequence], *, num_free_cells: int
+    ) -> Rows:
+        """The rows of one step: those of ``decodes``, which have cells, and chunks of prompts."""
+        trial = _on_trial(running)
+        if trial is not None:
+            return self._compose_trial(trial, num_free_cells)
+        if self._rules.is_homogeneous:
+            return self._compose_homogeneous(running, decodes, num_free_cells)
+        return self._compose_mixed(running, decodes, num_free_cells)
+
+    def _compose_mixed(
+        self, running: Iterable[Sequence], decodes: list[Sequence], num_free_cells: int
+    ) -> Rows:
+        rows = [(sequence, 1) for sequence in decodes]
+        budget = self._rules.max_rows - len(decodes)
+        if any(map(self._is_decoding, running)):
+            budget = min(budget, self._pacer.num_rows)
+        budget = min(budget, num_free_cells - len(decodes))
+        for sequence in self._prefilling(running):
+            num_rows = min(sequence.num_left, budget)
+            if num_rows <= 0:
+                break
+            rows.append((sequence, num_rows))
+            budget -= num_rows
+        return rows
+
+    def _compose_homogeneous(
+        self, running: Iterable[Sequence], decodes: list[Sequence], num_free_cells: int
+    ) -> Rows:
+        """One chunk, or decode rows; never two chunks in a row while others decode."""
+        others_decode = any(map(self._is_decoding, running))
+        waiting = self._prefilling(running)
+        if waiting and not (others_decode and self._last_was_chunk):
+            limit = MAX_CHUNK_BESIDE_DECODES if others_decode else self._rules.max_rows
+            chunk = self._chunk(waiting[0], min(limit, num_free_cells))
+            if chunk:
+                self._last_was_chunk = True
+                return chunk
+        if decodes:
+            self._last_was_chunk = False
+        return [(sequence, 1) for sequence in decodes]
+
+    def _compose_trial(self, sequence: Sequence, num_free_cells: int) -> Rows:
+        if sequence.num_in_flight:
+            return []
+        if self._runs_single(sequence):
+            return [(sequence, min(1, num_free_cells))] if num_free_cells else []
+        return self._chunk(sequence, num_free_cells)
+
+    def _chunk(self, sequence: Sequence, limit: int) -> Rows:
+        num_rows = min(self._chunk_end(sequence) - sequence.num_scheduled, limit,
+                       self._rules.max_chunk)  # fmt: skip
+        num_rows -= num_rows % self._rules.chunk_multiple
+        return [(sequence, num_rows)] if num_rows > 0 else []
+
+    def _prefilling(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Sequences that take a chunk, oldest first."""
+        found = [
+            sequence
+            for sequence in running
+            if sequence.num_left and not sequence.is_aborted and not self._runs_single(sequence)
+        ]
+        found.sort(key=lambda sequence: sequence.turn)
+        return found
+
+    def _runs_single(self, sequence: Sequence) -> bool:
+        return sequence.num_left > 0 and not sequence.is_aborted and self._is_decoding(sequence)
+
+    def _is_decoding(self, sequence: Sequence) -> bool:
+        """One row a step from here on."""
+        if self._rules.is_homogeneous:
+            return sequence.num_scheduled >= self._chunk_end(sequence)
+        return sequence.num_left <= 1
+
+    def _chunk_end(self, sequence: Sequence) -> int:
+        """Where chunks end and single rows begin."""
+        whole = not self._rules.is_homogeneous or self._rules.replays_in_chunks
+        num_tokens = sequence.num_known if whole else sequence.num_prompt
+        return num_tokens - num_tokens % self._rules.chunk_multiple
+
+
+def _on_trial(running: Iterable[Sequence]) -> Sequence | None:
+    """The oldest sequence that must prove itself alone."""
+    return next((s for s in running if s.is_on_trial and not s.is_aborted), None)

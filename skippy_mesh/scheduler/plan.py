@@ -1,0 +1,102 @@
+"""A step in the making and in flight: which rows of which sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from skippy_mesh.messages import Remove, SamplingParams, StepBatch
+from skippy_mesh.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of one sequence in a plan: positions [start, end)."""
+
+    sequence: Sequence
+    lane: int
+    start: int
+    end: int
+    samples: bool
+    num_again: int
+    """Rows, the first ones, that had been computed before a preemption."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_again_output(self) -> int:
+        """Those of ``num_again`` that are generated tokens."""
+        return max(self.start + self.num_again - max(self.start, self.sequence.num_prompt), 0)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.start >= self.sequence.num_prompt and not self.num_again
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step in the making, then in flight."""
+
+    step_id: int
+    parts: list[Part] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
+    num_admitted: int = 0
+    num_resumed: int = 0
+    num_preempted: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return sum(part.num_rows for part in self.parts)
+
+    @property
+    def num_decode(self) -> int:
+        return sum(part.is_decode for part in self.parts)
+
+    @property
+    def num_recompute(self) -> int:
+        return sum(part.num_again for part in self.parts)
+
+    @property
+    def num_recompute_output(self) -> int:
+        return sum(part.num_again_output for part in self.parts)
+
+    @property
+    def num_prefill(self) -> int:
+        return self.num_rows - self.num_decode - self.num_recompute
+
+    @property
+    def kind(self) -> Literal["prefill", "decode", "mixed"]:
+        if self.num_decode == 0:
+            return "prefill"
+        return "decode" if self.num_decode == self.num_rows else "mixed"
+
+    @property
+    def completes_prompt(self) -> bool:
+        return any(part.samples and not part.is_decode for part in self.parts)
+
+    def batch(self, epoch: int, new_lanes: Mapping[int, SamplingParams]) -> StepBatch:
+        """What the stages are sent."""
+        lanes: list[int] = []
+        positions: list[int] = []
+        tokens: list[int] = []
+        samples: list[bool] = []
+        # In the order of lanes: one run of rows each is how llama.cpp splits a step.
+        for part in sorted(self.parts, key=lambda part: part.lane):
+            lanes += [part.lane] * part.num_rows
+            positions += range(part.start, part.end)
+            tokens += part.sequence.tokens(part.start, part.end)
+            samples += [False] * (part.num_rows - 1) + [part.samples]
+        return StepBatch(
+            epoch=epoch,
+            step_id=self.step_id,
+            operations=tuple(Remove(lane) for lane in self.removed),
+            lanes=tuple(lanes),
+            positions=tuple(positions),
+            tokens=tuple(tokens),
+            samples=tuple(samples),
+            new_lanes=new_lanes,
+            forgotten_lanes=tuple(self.removed),
+        )

@@ -1,0 +1,70 @@
+"""Stage 0: the worker and the engine in one place, because every step begins and ends here.
+
+A plain class. It runs as a thread beside the gateway where the model is not cut, else as the first
+of the stage actors. :meth:`Head.load` and :meth:`Head.serve` belong to one thread, which owns the
+context; everything else may be called from any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from skippy_mesh.client import ReportQueue
+from skippy_mesh.config import StageSpec
+from skippy_mesh.engine import Engine, EnginePlan
+from skippy_mesh.errors import StageError
+from skippy_mesh.messages import Request, StepReport
+from stages.pipeline import HeadPipeline
+from stages.worker import Progress, StageInfo, StageWorker
+
+
+class Head:
+    def __init__(self, spec: StageSpec):
+        self._worker = StageWorker(spec)
+        self._reports = ReportQueue()
+        self._engine: Engine | None = None
+
+    def __repr__(self) -> str:
+        return repr(self._worker)
+
+    def load(self, progress: Progress | None = None) -> StageInfo:
+        return self._worker.load(progress)
+
+    def prepare(self, plan: EnginePlan, actors: Sequence[Any] = ()) -> None:
+        """Build the engine over this stage and the ``actors`` of those behind it."""
+        pipeline = HeadPipeline(self._worker, actors)
+        self._engine = Engine(plan.scheduler(), pipeline, self._reports.put)
+
+    def serve(self) -> None:
+        """Run until :meth:`close`."""
+        try:
+            self._prepared().run()
+        finally:
+            self._reports.close()
+            self._worker.close()
+
+    def submit(self, request: Request) -> None:
+        self._prepared().submit(request)
+
+    def abort(self, request_id: str) -> None:
+        self._prepared().abort(request_id)
+
+    def close(self) -> None:
+        self._prepared().close()
+
+    def reports(self) -> Iterator[StepReport]:
+        """Every step's report, until the engine has ended."""
+        yield from self._reports
+
+    def info(self) -> StageInfo | None:
+        return self._worker.info()
+
+    def problem(self) -> str | None:
+        """Why no step can succeed any more, None while all is well."""
+        return self._prepared().problem
+
+    def _prepared(self) -> Engine:
+        if self._engine is None:
+            raise StageError(f"{self!r} has no engine yet")
+        return self._engine
