@@ -1,8 +1,10 @@
 """The model families that can be cut: one row per KV class, and the rules of each.
 
 A family is proven, not assumed: a row is here because tests show its slices bit-equal to the
-undivided model at every legal cut. Everything else is refused. What a row says about llama.cpp was
-read in llama.cpp's ``src/models/<architecture>.cpp`` and measured; the tests hold it.
+undivided model at every legal cut. Five *gate* rows stand for the KV classes; a *confirmation* row
+is a look-alike of one of them, with what llama.cpp does differently for it. Everything else is
+refused. What a row says about llama.cpp was read in its ``src/models/<architecture>.cpp`` and
+measured; the tests hold it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def _no_problem(_facts: ModelFacts, _lo: int, _hi: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One KV class.
+    """One KV class, or a look-alike: ``confirms`` names the gate row whose class it shares.
 
     ``architectures`` are GGUF ``general.architecture`` names. ``step_rule`` says whether a step may
     mix prefill and decode rows of several sequences, or holds decode rows only or one sequence's
@@ -59,6 +61,11 @@ class Family:
     ``slice_problem`` why a slice cannot be made. ``scaled_input`` names the graph node by which a
     family multiplies whatever it is fed, once too often on later stages. ``pinned_cuts`` are the
     cuts of the real models that are served and tested by name.
+
+    The rest is how llama.cpp takes a slice's input and head. ``scales_tokens``: it multiplies the
+    embeddings of token ids by the root of the width, but not rows it is fed. ``takes_rows``:
+    unless it does, it ends the process when fed rows in place of ids. ``needs_head``: it wants
+    ``output.weight`` under that name and never takes ``token_embd.weight`` for it.
     """
 
     name: str
@@ -72,6 +79,10 @@ class Family:
     slice_keys: SliceKeys = field(default=_no_keys)
     slice_problem: SliceProblem = field(default=_no_problem)
     scaled_input: str = ""
+    scales_tokens: bool = False
+    takes_rows: bool = True
+    needs_head: bool = False
+    confirms: str = ""
 
     @property
     def is_proven(self) -> bool:
@@ -82,9 +93,14 @@ class Family:
         return "recurrent" in self.components
 
 
+_WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6}
+
+
 def _window_layers(facts: ModelFacts) -> list[bool]:
-    """gemma2 windows every other layer, the first one included, unless the file says otherwise."""
-    pattern = facts.keys.get("attention.sliding_window_pattern", 2)
+    """Each period ends with a layer that sees everything, unless the file says otherwise. gemma4
+    files always do."""
+    period = _WINDOW_PERIODS.get(facts.architecture, 1)
+    pattern = facts.keys.get("attention.sliding_window_pattern", period)
     if isinstance(pattern, list):
         return [bool(is_window) for is_window in pattern[: facts.num_layers]]
     return [pattern == 0 or layer % pattern < pattern - 1 for layer in range(facts.num_layers)]
@@ -108,6 +124,17 @@ def _window_problem(facts: ModelFacts, _lo: int, _hi: int) -> str | None:
             "gemma2 with 46 layers (27B) takes its attention scale from the number of layers, "
             "which a slice cannot keep: serve it with --stages 1, or use the 2B or 9B"
         )
+    return None
+
+
+def _gemma3_problem(facts: ModelFacts, _lo: int, _hi: int) -> str | None:
+    if facts.num_layers == 62:
+        return (
+            "gemma3 with 62 layers (27B) takes its attention scale from the number of layers, "
+            "which a slice cannot keep: serve it with --stages 1, or use the 1B, 4B or 12B"
+        )
+    if not facts.keys.get("attention.sliding_window", 0):
+        return "a gemma3 model without a sliding window has no proven cut: serve it with --stages 1"
     return None
 
 
@@ -212,15 +239,57 @@ LINEAR = Family(
     slice_keys=_recurrent_keys,
 )
 
-# What files of architectures with other memory than plain attention carry.
-_OTHER_MEMORY_KEYS = (
+
+def _like(gate: Family, architecture: str, *pinned_cuts: int, **differences: Any) -> Family:
+    """A confirmation row: ``gate``'s class, and no more refused than ``differences`` say."""
+    own = {"confirms": gate.name, "pinned_cuts": pinned_cuts, "refused_keys": ()} | differences
+    return replace(gate, name=architecture, architectures=(architecture,), **own)
+
+
+_SPECIAL_LAYERS = (
+    "embedding_length_per_layer_input", "attention.shared_kv_layers", "expert_count",
+)  # fmt: skip
+_VISION, _OLMO_3 = ("rope.dimension_sections",), ("attention.sliding_window",)
+
+GLM4 = _like(DENSE, "glm4", 13, 27, refused_keys=_VISION, takes_rows=False)
+OLMO = _like(DENSE, "olmo", 11, 21)
+OLMO2 = _like(DENSE, "olmo2", 11, 21, refused_keys=_OLMO_3, needs_head=True)
+_GEMMA: dict[str, Any] = {"scaled_input": "", "scales_tokens": True}
+GEMMA3 = _like(WINDOW, "gemma3", 11, 23, slice_problem=_gemma3_problem, **_GEMMA)
+GEMMA4 = _like(
+    WINDOW, "gemma4", 21, 41, refused_keys=_SPECIAL_LAYERS, slice_problem=_no_problem, **_GEMMA
+)
+FAMILIES = (DENSE, MLA, WINDOW, SSM, LINEAR, GLM4, OLMO, OLMO2, GEMMA3, GEMMA4)
+
+
+def gate_families() -> tuple[Family, ...]:
+    """One row per KV class; the others confirm one of these."""
+    return tuple(family for family in FAMILIES if not family.confirms)
+
+
+# Why no stage can be right, whatever is asked.
+_NEVER_CUT = {
+    "gemma3n": "each layer takes a row of its own for every token, and late layers read early "
+    "layers' memory, so no stage has what it needs",
+}
+_WHY_REFUSED = {
+    "embedding_length_per_layer_input": "each layer takes a row of its own for every token, which "
+    "no stage is fed",
+    "attention.shared_kv_layers": "late layers read early layers' memory, on another stage",
+}
+
+
+def why_refused(key: str) -> str:
+    """What is wrong with a file that has one of its family's ``refused_keys``."""
+    return _WHY_REFUSED.get(key, "no proven way to cut such a model")
+
+
+# What files of architectures with other memory or input than plain attention's carry.
+_OTHER_KEYS = (
     "ssm.conv_kernel", "ssm.state_size", "wkv.head_size", "shortconv.l_cache",
     "attention.kv_lora_rank", "full_attention_interval", "attention.recurrent_layers",
-    "attention.shared_kv_layers", "attention.chunk_size",
+    "attention.chunk_size", "embedding_scale", *_WHY_REFUSED,
 )  # fmt: skip
-FAMILIES = (DENSE, MLA, WINDOW, SSM, LINEAR)
-
-
 _SCALES_INPUT = ("gemma", "minicpm3")
 
 
@@ -230,6 +299,10 @@ def family_of(architecture: str, *, allow_unproven: bool = False) -> Family:
     With ``allow_unproven`` an unknown architecture is taken for a dense one: nothing shows that its
     slices compute what the whole does, and a file with any other kind of memory is still refused.
     """
+    if architecture in _NEVER_CUT:
+        raise UnsupportedModelError(
+            f"architecture {architecture!r} is not supported: {_NEVER_CUT[architecture]}"
+        )
     for family in FAMILIES:
         if architecture in family.architectures:
             return family
@@ -239,8 +312,9 @@ def family_of(architecture: str, *, allow_unproven: bool = False) -> Family:
             name="unproven",
             architectures=(architecture,),
             pinned_cuts=(),
-            refused_keys=(*DENSE.refused_keys, *_OTHER_MEMORY_KEYS),
+            refused_keys=(*DENSE.refused_keys, *_OTHER_KEYS),
             scaled_input="inp_scaled" if architecture.startswith(_SCALES_INPUT) else "",
+            needs_head=True,
         )
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise UnsupportedModelError(

@@ -71,9 +71,14 @@ def check_rows(
 
 
 class BatchBuffer:
-    """A llama_batch over arrays that live as long as this object, refilled each step."""
+    """A llama_batch over arrays that live as long as this object, refilled each step.
 
-    def __init__(self, max_rows: int):
+    Unless the graph ``takes_rows``, it gets token 0 for each, which every vocabulary has.
+    """
+
+    def __init__(self, max_rows: int, *, takes_rows: bool = True):
+        self._takes_rows = takes_rows
+        self._tokens = np.zeros(max_rows, np.int32)
         self._positions = np.zeros(max_rows, np.int32)
         self._lanes = np.zeros(max_rows, np.int32)
         self._outputs = np.zeros(max_rows, np.int8)
@@ -85,14 +90,16 @@ class BatchBuffer:
         )
         self._inputs: Floats | None = None
         self.native = llama_cpp.llama_batch()
+        if not takes_rows:
+            self.native.token = self._tokens.ctypes.data_as(int32_pointer)
         self.native.pos = self._positions.ctypes.data_as(int32_pointer)
         self.native.n_seq_id = self._counts.ctypes.data_as(int32_pointer)
         self.native.seq_id = self._lane_pointers
         self.native.logits = self._outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
 
     def fill(self, rows: Rows, padding: Padding, *, all_outputs: bool) -> Floats:
-        """Load ``rows`` and the padding behind them; returns the input array the library will
-        read, kept alive here."""
+        """Load ``rows`` and the padding behind them; returns the input array that is to be read,
+        kept alive here."""
         count = rows.num_rows
         total = count + len(padding.lanes)
         self._positions[:count] = rows.positions
@@ -108,5 +115,6 @@ class BatchBuffer:
         inputs[:count] = rows.inputs
         self._inputs = inputs
         self.native.n_tokens = total
-        self.native.embd = ctypes.cast(inputs.ctypes.data, _FLOAT_POINTER)
+        if self._takes_rows:
+            self.native.embd = ctypes.cast(inputs.ctypes.data, _FLOAT_POINTER)
         return inputs

@@ -43,6 +43,7 @@ _BYTES_PER_CELL = 48  # llama.cpp's own record of a cell: position, shift, 256 s
 _CELL_STEP = 256  # llama.cpp makes pools of multiples of it
 _SLACK = 8
 _FLASH_ATTENTION_ON = 1
+_LOOKED_UP = "embd"  # llama.cpp's name for what build_inp_embd() gives
 _NO_ROWS = np.empty((0, 0), np.float32)
 
 
@@ -60,9 +61,10 @@ class StageContext:
 
     ``is_last`` decides what :meth:`decode` returns: logits on the last stage, the last layer's
     hidden states on any other. ``scaled_input`` names the graph node over which the rows are
-    written unscaled (a later stage of a family that scales its input). ``is_recurrent`` families
-    take decode rows or one lane's chunk in a step, never both. ``profile`` is the whole mesh's.
-    ``weights_of`` shares another's loaded weights, and must be closed before it.
+    written unscaled (a later stage of a family that scales its input). Without ``takes_rows`` the
+    graph is fed a token id for each, over whose embedding the row is written. ``is_recurrent``
+    families take decode rows or one lane's chunk in a step, never both. ``profile`` is the whole
+    mesh's. ``weights_of`` shares another's loaded weights, and must be closed before it.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class StageContext:
         is_last: bool,
         is_recurrent: bool = False,
         scaled_input: str = "",
+        takes_rows: bool = True,
         profile: Profile = PLAIN,
         weights_of: StageContext | None = None,
     ):
@@ -82,7 +85,8 @@ class StageContext:
         self._is_last = is_last
         self._is_recurrent = is_recurrent
         self._profile = profile
-        self._restores_input = bool(scaled_input)
+        restored = scaled_input if takes_rows else _LOOKED_UP
+        self._restores_input = bool(restored)
         self._owns_model = weights_of is None
         self._model: int = weights_of._model if weights_of else self._load_model(path)
         self.num_embd: int = llama_cpp.llama_model_n_embd(self._model)
@@ -90,7 +94,7 @@ class StageContext:
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.num_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
         last = "" if is_last else f"l_out-{self.num_layers - 1}"
-        self._tap = _new_tap(last, scaled_input) if last or scaled_input else None
+        self._tap = _new_tap(last, restored) if last or restored else None
         # Beside the lanes: the grave of stages/memory.py, then the lanes of padding rows.
         self.num_lanes = config.num_lanes
         self._scratch_lanes = range(config.num_lanes + 1, config.num_lanes + profile.pad)
@@ -116,7 +120,7 @@ class StageContext:
         )
         self.native_s = 0.0  # spent inside llama_decode, in all
         self.num_decodes = 0
-        self._buffer = BatchBuffer(native_rows)
+        self._buffer = BatchBuffer(native_rows, takes_rows=takes_rows)
         self._views: dict[tuple[int, int], Floats] = {}
 
     def decode(self, rows: Rows) -> Floats:

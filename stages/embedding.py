@@ -1,7 +1,8 @@
 """Token embeddings on the host: every stage takes hidden states, so stage 0 looks its rows up here.
 
 The rows are dequantised by ggml's own ``to_float``, the function llama.cpp's graph uses: a
-conversion of our own could differ in the last bit (ggml may fuse multiply and add).
+conversion of our own could differ in the last bit (ggml may fuse multiply and add). Some graphs
+scale the embeddings of token ids but not rows they are fed: those are scaled here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skippy_mesh.errors import InvalidBatchError, ModelFileError
 from stages.batch import Floats
@@ -55,14 +57,21 @@ class Embedding:
                 f"token embeddings of ggml type {table.type}: this llama.cpp cannot read them"
             )
         self._to_float = traits.to_float
+        # sqrtf(n_embd), as the graph has it: the root in float32, then one product per value.
+        scales = model.family.scales_tokens
+        self._scale = np.sqrt(np.float32(self.num_embd)) if scales else None
 
     def __call__(self, tokens: Sequence[int]) -> Floats:
         """float32 ``[len(tokens), n_embd]``."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.num_tokens:
             raise InvalidBatchError(f"a token id is not in [0, {self.num_tokens})")
         packed = self._rows[np.array(tokens, np.intp)]
-        if self._is_f32:
-            return packed.view(np.float32)
-        rows = np.empty((len(tokens), self.num_embd), np.float32)
+        rows = packed.view(np.float32) if self._is_f32 else self._dequantised(packed)
+        if self._scale is not None:
+            rows *= self._scale
+        return rows
+
+    def _dequantised(self, packed: NDArray[np.uint8]) -> Floats:
+        rows = np.empty((len(packed), self.num_embd), np.float32)
         self._to_float(packed.ctypes.data, rows.ctypes.data, rows.size)
         return rows

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippy_mesh.errors import ModelFileError, UnsupportedModelError
-from skippy_mesh.families import Family, ModelFacts, family_of
+from skippy_mesh.families import Family, ModelFacts, family_of, why_refused
 from stages.disk import content_digest, fingerprint
 from stages.gguf_format import Tensor, Value
 from stages.gguf_reader import read_header
@@ -217,12 +217,12 @@ def _describe(
 def _check_layers_alike(
     path: Path, metadata: Mapping[str, Value], family: Family, architecture: str
 ) -> None:
-    for key in (f"{architecture}.{key}" for key in family.refused_keys):
-        value = metadata[key].decode() if key in metadata else 0
+    for key in family.refused_keys:
+        found = metadata.get(f"{architecture}.{key}")
+        value = found.decode() if found else 0
         if any(value) if isinstance(value, list) else value:
             raise UnsupportedModelError(
-                f"{path} has {key} = {reprlib.repr(value)}: "
-                f"no proven way to cut such a {architecture} model"
+                f"{path} has {architecture}.{key} = {reprlib.repr(value)}: {why_refused(key)}"
             )
 
 

@@ -8,6 +8,8 @@ of embeddings either. llama.cpp insists on ``token_embd.weight`` with a row per 
   which is also its output head (never run: the stage is read before it);
 - the last slice stores the output head under that name. A model without ``output.weight`` uses its
   ``token_embd.weight`` as head, and an unused second table would cost as much as the head itself.
+
+Architectures that insist on ``output.weight``, too, get both: a second row of zeros, or the table.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from stages.disk import cache_dir, write_whole
 from stages.gguf_file import TOKEN_EMBD, ModelFile, reading, split_block_name
 from stages.gguf_format import Tensor, Value, aligned, encode_header
 
-CUTTER_VERSION = 1
+CUTTER_VERSION = 2
 """Part of a cached slice's name: raise it whenever the same cut would give other bytes."""
 
 Progress = Callable[[int, int], None]
@@ -108,6 +110,8 @@ def _chunks(model: ModelFile, tensor: Tensor) -> Iterator[bytes]:
 def _tensors(model: ModelFile, lo: int, hi: int) -> Iterator[Tensor]:
     if hi < model.num_layers:
         yield Tensor(TOKEN_EMBD, GGMLQuantizationType.F32, (model.width, 1))
+        if _keeps_head(model):
+            yield Tensor(f"{_HEAD}weight", GGMLQuantizationType.F32, (model.width, 1))
     else:
         yield from _head(model)
     for tensor in model.tensors.values():
@@ -120,10 +124,14 @@ def _tensors(model: ModelFile, lo: int, hi: int) -> Iterator[Tensor]:
 
 def _head(model: ModelFile) -> list[Tensor]:
     head = [tensor for tensor in model.tensors.values() if tensor.name.startswith(_HEAD)]
-    if [tensor.name for tensor in head] == [f"{_HEAD}weight"]:
+    if [tensor.name for tensor in head] == [f"{_HEAD}weight"] and not _keeps_head(model):
         return [replace(head[0], name=TOKEN_EMBD)]
-    # Tied, or a head with scales of its own, which llama.cpp allows under its own name only.
+    # Tied, or a head that llama.cpp allows under its own name only, as one with scales of its own.
     return [model.tensors[TOKEN_EMBD], *head]
+
+
+def _keeps_head(model: ModelFile) -> bool:
+    return model.family.needs_head and f"{_HEAD}weight" in model.tensors
 
 
 def _metadata(model: ModelFile, lo: int, hi: int) -> dict[str, Value]:

@@ -5,9 +5,10 @@
  *
  *   last      "l_out-<n>", the last layer's residual, on every stage but the last: its rows are
  *             copied out and the graph stops there, so the output head is never computed.
- *   restored  a tensor that equals the host's input rows times a constant, on later stages of
- *             families that scale their input: the host's own rows are written over it, so that
- *             activations pass a cut bit for bit.
+ *   restored  a tensor that stands for the host's input rows but is not equal to them: those rows
+ *             times a constant, on later stages of families that scale their input, or embeddings
+ *             of token ids where llama.cpp takes no rows. The host's own rows are written over it,
+ *             so that activations pass a cut bit for bit.
  *
  * Neither headers nor linking: the four ggml functions it needs are exported by libggml-base and
  * arrive as addresses. So it builds without llama.cpp and survives a new struct layout there.

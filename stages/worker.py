@@ -109,6 +109,7 @@ class StageWorker:
                 is_last=is_last,
                 is_recurrent=model.family.is_recurrent,
                 scaled_input="" if spec.is_first else model.family.scaled_input,
+                takes_rows=model.family.takes_rows,
                 profile=profile,
                 weights_of=weights_of,
             )

@@ -46,6 +46,10 @@ def story(seed: int, num_prompt: int, num_decodes: int = 16, *, begin: Sequence[
     return Story((*begin, *random.tolist()), num_prompt)
 
 
+FIRST = story(11, 230, 19)
+SECOND = story(12, 101, 18)
+
+
 class Made:
     """A model file, and what it computes alone, computed once."""
 
@@ -222,3 +226,31 @@ class Company:
                     f"step {step.step_id} of {step.num_rows} rows, lane {lane}, "
                     f"position {position}: by {off:.2g}"
                 )
+
+
+def two_sequences(company: Company) -> None:
+    """A long prompt, a second one fed in while the first decodes, then both."""
+    company.seat(0, FIRST)
+    company.seat(1, SECOND)
+    if company.is_recurrent:
+        company.feed((0, 230))
+        company.feed((1, 64))
+        company.feed((0, 1))
+        company.feed((1, 36))
+        company.feed((0, 1))
+        company.feed((0, 1), (1, 1))
+    else:
+        company.feed((0, 150))
+        company.feed((0, 80))
+        company.feed((1, 68), (0, 1))
+        company.feed((1, 1), (0, 1), (1, 32))
+    for step in range(16):
+        company.feed(*[(0, 1), (1, 1)][:: -1 if step % 2 else 1])
+
+
+def assert_exact(made: Made, pipeline: Any) -> None:
+    """Every row of :func:`two_sequences` has the bits it has alone."""
+    company = Company(made, pipeline)
+    two_sequences(company)
+    assert not company.different, f"of {company.num_compared}: {company.different[:9]}"
+    assert company.num_compared > 32

@@ -22,7 +22,17 @@ from stages.batch import Rows
 from stages.context import StageContext
 from stages.embedding import Embedding
 from stages.profile import Profile
-from tests.crowd import CONTEXT, Company, Made, local, story
+from tests.crowd import (
+    CONTEXT,
+    FIRST,
+    SECOND,
+    Company,
+    Made,
+    assert_exact,
+    local,
+    story,
+    two_sequences,
+)
 from tests.models import FAMILIES
 from tests.reference import step_of
 
@@ -49,36 +59,7 @@ ILLEGAL = {
     "linear": ((3,), "layers 0:3 of this qwen3next model hold no attention layer"),
 }
 
-FIRST = story(11, 230, 19)
-SECOND = story(12, 101, 18)
 WINDOW_SIZE = 64
-
-
-def run(company: Company) -> None:
-    """Two sequences: a long prompt, a second one fed in while the first decodes, then both."""
-    company.seat(0, FIRST)
-    company.seat(1, SECOND)
-    if company.is_recurrent:
-        company.feed((0, 230))
-        company.feed((1, 64))
-        company.feed((0, 1))
-        company.feed((1, 36))
-        company.feed((0, 1))
-        company.feed((0, 1), (1, 1))
-    else:
-        company.feed((0, 150))
-        company.feed((0, 80))
-        company.feed((1, 68), (0, 1))
-        company.feed((1, 1), (0, 1), (1, 32))
-    for step in range(16):
-        company.feed(*[(0, 1), (1, 1)][:: -1 if step % 2 else 1])
-
-
-def assert_exact(made: Made, pipeline) -> None:
-    company = Company(made, pipeline)
-    run(company)
-    assert not company.different, f"of {company.num_compared}: {company.different[:9]}"
-    assert company.num_compared > 32
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -261,7 +242,7 @@ def test_every_cut_over_ray(cluster, made, family):
 def differences(made: Made, cuts=None) -> list[str]:
     with local(made, (ODD_CUTS[made.model.family.name],) if cuts is None else cuts) as pipeline:
         company = Company(made, pipeline)
-        run(company)
+        two_sequences(company)
         return company.different
 
 

@@ -1,7 +1,7 @@
 """Tiny seeded models, made on the spot: random weights in the shape of the real thing.
 
-One module per family, one family per kind of memory a model can have. Nothing is cached: a model
-is made in a second, and the same arguments give the same file.
+One module per family, one family per kind of memory a model can have, and one for each look-alike.
+Nothing is cached: a model is made in a second, and the same arguments give the same file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.models import deepseek2, falcon_h1, gemma2, llama, qwen3next
+from tests.models import (
+    deepseek2,
+    falcon_h1,
+    gemma2,
+    gemma3,
+    gemma4,
+    glm4,
+    llama,
+    olmo,
+    olmo2,
+    qwen2,
+    qwen3next,
+)
 from tests.models.llama import Llama
 from tests.models.quantizer import quantize_file
 from tests.models.shape import Shape
@@ -39,6 +51,11 @@ ARCHITECTURES = {
     for module in _MODULES.values()
 }
 
+LOOK_ALIKES: Mapping[str, Shape] = {
+    module.TINY.architecture: module.TINY for module in (glm4, olmo, olmo2, gemma3, gemma4, qwen2)
+}
+"""Tiny ones of architectures that share a family's kind of memory; no family has ``qwen2``."""
+
 _HEAD_DIM = 32
 
 
@@ -55,12 +72,14 @@ def make_model(
 ) -> Path:
     """Write a model and return its path, the first part's with ``split_max_tensors``.
 
-    ``family`` is a key of :data:`FAMILIES` or an architecture. ``knobs`` are fields of the family's
-    :class:`Shape`. ``extra`` sets metadata by full key, None leaves a key out. ``bench`` models
-    have 20 to 60 MB as q8_0, tiny ones a tenth of that.
+    ``family`` is a key of :data:`FAMILIES` or an architecture, also one of the :data:`LOOK_ALIKES`,
+    which are all tiny. ``knobs`` are fields of its :class:`Shape`. ``extra`` sets metadata by full
+    key, None leaves a key out. ``bench`` models have 20 to 60 MB as q8_0, tiny ones a tenth of it.
     """
-    shapes = ARCHITECTURES.get(FAMILIES.get(family, family))
-    if shapes is None:
+    shapes: Mapping[str, Shape] | None = ARCHITECTURES.get(FAMILIES.get(family, family))
+    if family in LOOK_ALIKES:
+        shapes = {"tiny": LOOK_ALIKES[family]}
+    if shapes is None or size not in shapes:
         raise ValueError(f"family {family!r} is none of {', '.join((*FAMILIES, *ARCHITECTURES))}")
     shape = replace(shapes[size], **knobs)
     return _make(shape, path, dtype, seed, split_max_tensors, extra)

@@ -40,6 +40,7 @@ class Shape:
     max_trained_tokens: int = 4096
 
     embedding_gain: ClassVar[float] = 1.0
+    has_output_norm: ClassVar[bool] = True
 
     def metadata(self) -> dict[str, Any]:
         """The keys of this model, without the architecture in front."""
@@ -65,7 +66,8 @@ class Shape:
         model.metadata |= {"general.name": f"random {self.architecture}", **own}
         model.metadata |= tokenizer_metadata(self.num_vocab)
         model.matrix("token_embd.weight", self.width, self.num_vocab, gain=self.embedding_gain)
-        model.vector("output_norm.weight", self.width, mean=HEAD_GAIN / self.embedding_gain)
+        if self.has_output_norm:
+            model.vector("output_norm.weight", self.width, mean=HEAD_GAIN / self.embedding_gain)
         if not self.tied:
             model.matrix("output.weight", self.width, self.num_vocab, gain=self.embedding_gain)
         for layer in range(self.num_layers):

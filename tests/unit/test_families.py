@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from skippy_mesh.errors import UnsupportedModelError, UsageError
 from skippy_mesh.families import (
     FAMILIES,
+    GEMMA3,
+    GEMMA4,
     LINEAR,
     MLA,
     WINDOW,
@@ -20,12 +22,20 @@ from skippy_mesh.families import (
     check_slice,
     even_cuts,
     family_of,
+    gate_families,
     legal_cuts,
 )
 
 # Layers of the real models whose cuts are pinned: llama-3.2-1B, gemma-2-2B, DeepSeek-V2-Lite,
-# Falcon-H1-1.5B, Qwen3-Next-80B-A3B.
+# Falcon-H1-1.5B, Qwen3-Next-80B-A3B; GLM-4-9B, OLMo-7B, OLMo-2-7B, gemma-3-4B, gemma-4-31B.
 REAL_LAYERS = {"dense": 16, "window": 26, "mla": 27, "ssm": 24, "linear": 48}
+CONFIRMATION_LAYERS = {"glm4": 40, "olmo": 32, "olmo2": 32, "gemma3": 34, "gemma4": 60}
+
+# What a file says of its windows, where the architecture does not.
+WINDOW_KEYS = {
+    "gemma3": {"attention__sliding_window": 1024},
+    "gemma4": {"attention__sliding_window_pattern": ([True] * 5 + [False]) * 10},
+}
 
 
 def facts(family: Family, num_layers: int, num_vocab: int = 1000, **keys: object) -> ModelFacts:
@@ -79,29 +89,47 @@ def test_an_unproven_architecture_is_taken_for_a_dense_one_only_when_asked():
     assert not family.is_proven
     assert family.components == ("attention",)
     assert {"expert_count", "ssm.conv_kernel"} <= set(family.refused_keys)
-    assert family_of("gemma3", allow_unproven=True).scaled_input == "inp_scaled"
+    assert family_of("gemma", allow_unproven=True).scaled_input == "inp_scaled"
     assert family_of("llama", allow_unproven=True) is family_of("llama")
     assert all(family.is_proven for family in FAMILIES)
 
 
+@pytest.mark.parametrize("allow_unproven", [False, True])
+def test_gemma3n_is_refused_with_the_reason_whatever_is_allowed(allow_unproven):
+    with pytest.raises(UnsupportedModelError, match=r"'gemma3n' .*late layers read early layers'"):
+        family_of("gemma3n", allow_unproven=allow_unproven)
+
+
+def test_manifest_row_is_complete_for_five_gate_rows_and_no_other():
+    gates = {family.name: family for family in gate_families()}
+    assert set(gates) == set(REAL_LAYERS) and len(gates) == 5
+    confirmations = [family for family in FAMILIES if family.confirms]
+    assert {family.name for family in confirmations} == set(CONFIRMATION_LAYERS)
+    assert not {family.name for family in confirmations} & set(gates)
+    for family in confirmations:
+        gate = gates[family.confirms]
+        assert family.components == gate.components
+        assert (family.step_rule, family.prefix_rule) == (gate.step_rule, gate.prefix_rule)
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_manifest_row_is_complete(family):
-    """Each KV class has one row, and its pinned cuts are legal on the real model."""
-    num_layers = REAL_LAYERS[family.name]
+    """What each row says fits together, and its pinned cuts are legal on the real model."""
+    num_layers = (REAL_LAYERS | CONFIRMATION_LAYERS)[family.name]
+    keys = WINDOW_KEYS.get(family.name, {})
     assert family_of(family.architectures[0]) is family
     assert set(family.components) <= {"attention", "window", "recurrent"}
-    kinds = family.layer_kinds(facts(family, num_layers))
+    kinds = family.layer_kinds(facts(family, num_layers, **keys))
     assert len(kinds) == num_layers
     assert frozenset().union(*kinds) == set(family.components)
     assert (family.step_rule == "homogeneous") == ("recurrent" in family.components)
     assert (family.prefix_rule == "boundary") == ("recurrent" in family.components)
     assert (family.prefix_rule == "window") == ("window" in family.components)
     assert len(family.pinned_cuts) == 2
-    assert check_cuts(family, facts(family, num_layers), family.pinned_cuts)
+    assert check_cuts(family, facts(family, num_layers, **keys), family.pinned_cuts)
 
 
-def test_there_is_one_row_per_kv_class():
-    assert sorted(family.name for family in FAMILIES) == sorted(REAL_LAYERS)
+def test_no_architecture_has_two_rows():
     names = [name for family in FAMILIES for name in family.architectures]
     assert len(names) == len(set(names))
 
@@ -146,6 +174,23 @@ def test_gemma2_27b_slices_are_refused_with_the_reason():
     with pytest.raises(UsageError, match=r"46 layers .*attention scale"):
         check_cuts(WINDOW, facts(WINDOW, 46), (23,))
     assert check_cuts(WINDOW, facts(WINDOW, 46), ()) == ()
+
+
+def test_gemma3_windows_five_layers_of_six_and_is_cut_where_that_leaves_both():
+    window = {"attention__sliding_window": 512}
+    kept = GEMMA3.slice_keys(facts(GEMMA3, 26, **window), 4, 13)["attention.sliding_window_pattern"]
+    assert kept == [True, False, True, True, True, True, True, False, True]
+    assert legal_cuts(GEMMA3, facts(GEMMA3, 12, **window)) == [6, 7, 8, 9, 10]
+    with pytest.raises(UsageError, match=r"62 layers .*attention scale"):
+        check_cuts(GEMMA3, facts(GEMMA3, 62, **window), (31,))
+    with pytest.raises(UsageError, match="without a sliding window"):
+        check_cuts(GEMMA3, facts(GEMMA3, 32), (16,))
+
+
+def test_gemma4_is_cut_by_the_windows_that_its_file_lists():
+    told = facts(GEMMA4, 4, attention__sliding_window_pattern=[True, False, True, False])
+    assert legal_cuts(GEMMA4, told) == [2]
+    assert GEMMA4.slice_keys(told, 1, 3) == {"attention.sliding_window_pattern": [False, True]}
 
 
 def test_what_deepseek2_reads_off_layer_counts_is_written_down():

@@ -17,7 +17,7 @@ from gguf import GGUFReader
 from skippy_mesh.errors import ModelFileError, UnsupportedModelError
 from stages.gguf_file import ModelFile
 from stages.gguf_reader import read_header
-from tests.models import make_llama
+from tests.models import make_llama, make_model
 
 make_small = partial(make_llama, width=64, num_vocab=272)
 
@@ -193,6 +193,27 @@ def test_layers_that_are_not_alike_are_refused(
     path = make_small(tmp_path / "m.gguf", num_layers=2, extra=extra)
     with pytest.raises(UnsupportedModelError, match=message):
         ModelFile.open(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value", "reason"),
+    [
+        ("gemma4", "embedding_length_per_layer_input", 256, "a row of its own for every token"),
+        ("gemma4", "attention.shared_kv_layers", 18, "late layers read early layers' memory"),
+        ("gemma4", "expert_count", 128, "no proven way"),
+        ("olmo2", "attention.sliding_window", 4096, "no proven way"),
+        ("glm4", "rope.dimension_sections", [8, 12, 12, 0], "no proven way"),
+    ],
+)
+def test_variants_that_no_cut_can_be_right_for_are_refused_with_the_reason(
+    tmp_path: Path, architecture: str, key: str, value: object, reason: str
+) -> None:
+    extra = {f"{architecture}.{key}": value}
+    path = make_model(architecture, tmp_path / "m.gguf", num_layers=1, extra=extra)
+    for allow_unproven in (False, True):
+        with pytest.raises(UnsupportedModelError, match=rf"{key} = .*: .*{reason}") as error:
+            ModelFile.open(path, allow_unproven=allow_unproven)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_output_may_not_be_the_model(small: Path, tmp_path: Path) -> None:
 def test_slice_is_cut_once_per_content(small: Path, cache: Path) -> None:
     model = ModelFile.open(small)
     first = cached_slice(model, 0, 1)
-    assert first == cache / "slices" / f"{model.digest[:16]}-0-1-v1.gguf"
+    assert first == cache / "slices" / f"{model.digest[:16]}-0-1-v2.gguf"
     before = first.stat()
     assert cached_slice(ModelFile.open(small), 0, 1) == first
     assert (first.stat().st_mtime_ns, first.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
