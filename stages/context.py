@@ -115,7 +115,8 @@ class StageContext:
         self._lanes = LaneMemory(
             self._context,
             num_lanes=config.num_lanes,
-            num_cells=pool,
+            num_cells=self.num_cells,
+            pool_size=pool,
             is_recurrent=is_recurrent,
         )
         self.native_s = 0.0  # spent inside llama_decode, in all
@@ -136,7 +137,7 @@ class StageContext:
             rows, self._lanes.next_positions, max_rows=self.max_rows, num_embd=self.num_embd
         )
         padding = self._padding(rows, len(reached))
-        self._lanes.reserve(rows.num_rows + len(padding.lanes))
+        self._lanes.reserve(rows.num_rows, len(padding.lanes))
         inputs = self._buffer.fill(rows, padding, all_outputs=not self._is_last)
         if self._tap:
             tap_library().tap_begin(self._tap, inputs.ctypes.data, inputs.nbytes)

@@ -25,32 +25,36 @@ from skippy_mesh.messages import Copy, Remove
 
 
 class LaneMemory:
-    """Lanes ``[0, num_lanes)`` of ``context``; lane ``num_lanes`` is the grave.
+    """Lanes ``[0, num_lanes)`` of ``context``; lane ``num_lanes`` is the grave. The living may hold
+    ``num_cells`` of the ``pool_size``: the rest is for padding and for the dead.
 
     ``is_recurrent`` memory keeps one state per lane: it can be copied only whole and cut nowhere.
     """
 
-    def __init__(self, context: int, *, num_lanes: int, num_cells: int, is_recurrent: bool):
+    def __init__(
+        self, context: int, *, num_lanes: int, num_cells: int, pool_size: int, is_recurrent: bool
+    ):
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._grave = num_lanes
         self._num_cells = num_cells
+        self._pool_size = pool_size
         self._is_recurrent = is_recurrent
         self.next_positions = [0] * num_lanes
         self.num_compactions = 0
         self._top = 0  # cells below this one have been handed out since the last compaction
 
-    def reserve(self, num_rows: int) -> None:
-        """Make sure ``num_rows`` fit on top; :class:`NoRoomError`, and nothing changed, if not."""
-        if self._top + num_rows <= self._num_cells:
-            return
+    def reserve(self, num_rows: int, num_padding: int) -> None:
+        """Make sure the rows and their padding fit on top; :class:`NoRoomError`, and nothing
+        changed, if not."""
         # Cells that lanes share are saved once for each of them.
         num_live = sum(self.next_positions)
         if num_live + num_rows > self._num_cells:
             raise NoRoomError(
                 f"no room for {num_rows} rows: {num_live} of {self._num_cells} cells are in use"
             )
-        self._compact()
+        if self._top + num_rows + num_padding > self._pool_size:
+            self._compact()
 
     def advance(self, reached: Mapping[int, int], num_rows: int) -> None:
         """Note that a step of ``num_rows`` rows has brought lanes to their next positions."""
