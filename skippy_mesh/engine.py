@@ -87,7 +87,7 @@ class EnginePlan:
 class Engine:
     """Runs a :class:`Scheduler`'s steps on ``pipeline`` and hands ``report`` one message a step.
 
-    Only the thread that calls :meth:`run` (or :meth:`step`) touches scheduler and pipeline;
+    Only the thread that calls :meth:`run` (or :meth:`turn`) touches scheduler and pipeline;
     ``report`` is called there and must not block.
     """
 
@@ -99,7 +99,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._pipeline = pipeline
         self._report = report
         self._clock = clock
@@ -123,13 +123,17 @@ class Engine:
 
     def run(self) -> None:
         """Steps while there is work, waits while there is none, until :meth:`close`."""
-        while not (self._is_closing and not self._scheduler.has_work):
-            self._take_commands(wait=not self._scheduler.has_work)
+        while not (self._is_closing and not self.scheduler.has_work):
             try:
-                self.step()
+                self.turn()
             except Exception as error:  # a bug of ours must not leave clients waiting
                 logger.exception("the engine failed")
                 self._fail(f"internal engine error: {type(error).__name__}")
+
+    def turn(self) -> None:
+        """Take what has been asked, waiting for it where there is nothing to do, and step."""
+        self._take_commands(wait=not self.scheduler.has_work)
+        self.step()
 
     def step(self) -> None:
         """Fill the pipeline, take the oldest answer, tell the gateway."""
@@ -141,7 +145,7 @@ class Engine:
 
     def _schedule(self) -> StepBatch | None:
         started_s = self._clock()
-        batch = self._scheduler.schedule()
+        batch = self.scheduler.schedule()
         self._scheduler_s += self._clock() - started_s
         return batch
 
@@ -149,7 +153,7 @@ class Engine:
         try:
             result = pending.result()
             answered_s = self._clock()
-            plan = self._scheduler.commit(result)
+            plan = self.scheduler.commit(result)
         except Exception as error:  # whatever a stage met, no request may vanish
             self._recover(error)
             return
@@ -157,8 +161,8 @@ class Engine:
             self._scheduler_s += self._clock() - answered_s
             self._say(self._record(plan, result, answered_s - sent_s))
             self._scheduler_s = 0.0
-            self._scheduler.observe(plan, step_s=answered_s - sent_s, now_s=answered_s)
-        if not self._scheduler.has_work:
+            self.scheduler.observe(plan, step_s=answered_s - sent_s, now_s=answered_s)
+        if not self.scheduler.has_work:
             self._check_integrity()
 
     def _recover(self, error: Exception) -> None:
@@ -167,13 +171,13 @@ class Engine:
         if isinstance(error, StageLostError):
             self._fail(str(error))
         else:
-            self._scheduler.recover(str(error))
+            self.scheduler.recover(str(error))
 
     def _fail(self, problem: str) -> None:
         """No step can succeed any more: everything open ends, and nothing is let in."""
         self.problem = problem
         self._pending.clear()
-        self._scheduler.fail_all(problem)
+        self.scheduler.fail_all(problem)
         self._say(None)
 
     def _check_integrity(self) -> None:
@@ -185,10 +189,10 @@ class Engine:
             return
         if held:
             logger.error("idle, yet stages hold lanes %s: all memory is cleared", held)
-            self._scheduler.recover("lanes were left behind")
+            self.scheduler.recover("lanes were left behind")
 
     def _say(self, record: StepRecord | None) -> None:
-        events = self._scheduler.take_events()
+        events = self.scheduler.take_events()
         if events or record is not None:
             self._report(StepReport(tuple(events), record))
 
@@ -198,7 +202,7 @@ class Engine:
             epoch=result.epoch,
             step_id=plan.step_id,
             kind=plan.kind,
-            state=self._scheduler.snapshot(),
+            state=self.scheduler.snapshot(),
             admitted=plan.num_admitted,
             resumed=plan.num_resumed,
             preempted=plan.num_preempted,
@@ -224,7 +228,7 @@ class Engine:
             wait = False
             if command is None:
                 self._is_closing = True
-                self._scheduler.abort_all()
+                self.scheduler.abort_all()
                 return
             command()
 
@@ -232,7 +236,7 @@ class Engine:
         reason = self.problem or ("the engine is shutting down" if self._is_closing else None)
         if reason is None:
             try:
-                self._scheduler.add(request)
+                self.scheduler.add(request)
             except RequestError as error:
                 reason = str(error)
         if reason is not None:
@@ -240,4 +244,4 @@ class Engine:
             self._report(StepReport((refusal,)))
 
     def _abort(self, request_id: str) -> None:
-        self._scheduler.abort(request_id)
+        self.scheduler.abort(request_id)
