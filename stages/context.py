@@ -60,7 +60,9 @@ class StageContext:
     hidden states on any other. ``scaled_input`` names the graph node over which the rows are
     written unscaled (a later stage of a family that scales its input). ``is_recurrent`` families
     take decode rows or one lane's chunk in a step, never both. ``profile`` is the whole mesh's.
-    ``weights_of`` shares another's loaded weights, and must be closed before it.
+    ``weights_of`` shares another's loaded weights, and must be closed before it. With
+    ``stop_after_layers``, not on the last stage, the hidden states are those behind so many layers
+    and the rest is not computed.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class StageContext:
         scaled_input: str = "",
         profile: Profile = PLAIN,
         weights_of: StageContext | None = None,
+        stop_after_layers: int | None = None,
     ):
         load_library()
         allow_tiled_kernels(profile.tiled)
@@ -87,7 +90,7 @@ class StageContext:
         self.num_layers: int = llama_cpp.llama_model_n_layer(self._model)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.num_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
-        last = "" if is_last else f"l_out-{self.num_layers - 1}"
+        last = "" if is_last else f"l_out-{(stop_after_layers or self.num_layers) - 1}"
         self._tap = _new_tap(last, scaled_input) if last or scaled_input else None
         # Beside the lanes: the grave of stages/memory.py, then the lanes of padding rows.
         self.num_lanes = config.num_lanes

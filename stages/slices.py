@@ -12,7 +12,10 @@ of embeddings either. llama.cpp insists on ``token_embd.weight`` with a row per 
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -58,6 +61,29 @@ def cached_slice(model: ModelFile, lo: int, hi: int, progress: Progress | None =
     out = cache_dir() / "slices" / name
     write_whole(out, plan.num_bytes, lambda file: plan.write(file, progress), reuse=True)
     return out
+
+
+@contextmanager
+def temporary_slice(model: ModelFile, lo: int, hi: int, *, num_vocab: int) -> Iterator[Path | None]:
+    """The slice of layers [lo, hi) in a file without a name; None where none can be written.
+
+    It is gone with its last user, however that ends, and is never flushed: it is read back at once.
+    The path holds inside the block only, but whoever has mapped the file by then keeps it. Of the
+    head it has the rows of the first ``num_vocab`` tokens.
+    """
+    plan = _Plan.of(model.with_vocab(num_vocab), lo, hi)
+    with ExitStack() as stack:
+        try:
+            cache_dir().mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(tempfile.TemporaryFile(dir=cache_dir()))
+            path = Path(f"/proc/self/fd/{file.fileno()}")
+            is_usable = path.exists() and shutil.disk_usage(cache_dir()).free > plan.num_bytes
+            if is_usable:
+                plan.write(file, None)
+                file.flush()
+        except OSError:  # of the cache: what goes wrong with the model is a ModelFileError
+            is_usable = False
+        yield path if is_usable else None
 
 
 @dataclass(frozen=True, slots=True)
