@@ -10,7 +10,7 @@ import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,19 +119,6 @@ class ModelFile:
         self.check_unchanged()
         data = np.memmap(self.paths[tensor.part], np.uint8, "r", tensor.offset, (tensor.num_bytes,))
         return TensorBytes(data, tensor.type, tensor.shape)
-
-    def with_vocab(self, num_vocab: int) -> ModelFile:
-        """The same file as if its vocabulary ended after ``num_vocab`` tokens.
-
-        All of it where there is more to a head than its rows, as scales of its own.
-        """
-        if any(name.startswith("output.") and name != "output.weight" for name in self.tensors):
-            return self
-        heads = [self.tensors[name] for name in (TOKEN_EMBD, "output.weight")
-                 if name in self.tensors]  # fmt: skip
-        # Rows lie one after the other, so the first of them are the beginning of its bytes.
-        shorter = {head.name: replace(head, shape=(self.width, num_vocab)) for head in heads}
-        return replace(self, tensors={**self.tensors, **shorter}, num_vocab=num_vocab)
 
     def check_unchanged(self) -> None:
         """Nothing read from a file that changed meanwhile may be kept."""

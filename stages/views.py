@@ -164,8 +164,8 @@ def _of_slice(
     stage: Loaded, config: ContextConfig, lo: int, hi: int, *, is_last: bool
 ) -> StageContext | None:
     """Layers [lo, hi) by themselves; None where there is no room for a file."""
-    num_vocab = rows_of_head(stage.model.num_vocab, config.num_threads)
-    with temporary_slice(stage.model, lo, hi, num_vocab=num_vocab) as path:
+    max_vocab = rows_of_head(stage.model.num_vocab, config.num_threads)
+    with temporary_slice(stage.model, lo, hi, max_vocab=max_vocab) as path:
         if path is None:
             return None
         return new_context(

@@ -119,7 +119,7 @@ def test_a_temporary_slice_has_part_of_the_head_and_leaves_nothing(
         tmp_path / "m.gguf", width=64, num_vocab=272, num_layers=2, dtype="q8_0", tied=tied
     )
     whole = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
-    with temporary_slice(ModelFile.open(path), 1, 2, num_vocab=40) as slice_path:
+    with temporary_slice(ModelFile.open(path), 1, 2, max_vocab=40) as slice_path:
         assert slice_path is not None
         found = {tensor.name: tensor.data for tensor in GGUFReader(slice_path).tensors}
         assert list(cache.iterdir()) == []  # not even now: a killed process leaves nothing either
@@ -133,7 +133,9 @@ def test_a_head_with_scales_is_left_whole(tmp_path: Path) -> None:
     model = ModelFile.open(make_llama(tmp_path / "m.gguf", width=64, num_vocab=272, num_layers=2))
     scale = Tensor("output.scale", GGMLQuantizationType.F32, (1,), 0, 0)
     model = replace(model, tensors={**model.tensors, scale.name: scale})
-    assert model.with_vocab(40) is model
+    with temporary_slice(model, 1, 2, max_vocab=40) as path:
+        shapes = {tensor.name: tuple(tensor.shape) for tensor in GGUFReader(path).tensors}
+    assert shapes["output.weight"] == shapes["token_embd.weight"] == (64, 272)
 
 
 def test_without_room_there_is_no_temporary_slice(
@@ -143,9 +145,9 @@ def test_without_room_there_is_no_temporary_slice(
     full = namedtuple("full", "total used free")(100, 100, 0)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: full)
-        with temporary_slice(model, 1, 2, num_vocab=272) as path:
+        with temporary_slice(model, 1, 2, max_vocab=272) as path:
             assert path is None
     cache.rmdir()
     cache.write_text("not a folder")
-    with temporary_slice(model, 1, 2, num_vocab=272) as path:
+    with temporary_slice(model, 1, 2, max_vocab=272) as path:
         assert path is None
