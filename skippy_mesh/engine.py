@@ -189,8 +189,10 @@ class Engine:
 
     def _say(self, record: StepRecord | None) -> None:
         events = self._scheduler.take_events()
-        if events or record is not None:
+        if record is not None:
             self._report(StepReport(tuple(events), record))
+        elif events:
+            self._report(StepReport(tuple(events), state=self._scheduler.snapshot()))
 
     def _record(self, plan: Plan, result: StepResult, step_s: float) -> StepRecord:
         num_recompute_output = plan.num_recompute_output
@@ -237,7 +239,7 @@ class Engine:
                 reason = str(error)
         if reason is not None:
             refusal = TokenEvent(request_id=request.request_id, finish_reason="error", error=reason)
-            self._report(StepReport((refusal,)))
+            self._report(StepReport((refusal,), state=self._scheduler.snapshot()))
 
     def _abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id)
