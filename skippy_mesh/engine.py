@@ -134,7 +134,8 @@ class Engine:
     def step(self) -> None:
         """Fill the pipeline, take the oldest answer, tell the gateway."""
         while (batch := self._schedule()) is not None:
-            self._pending.append((self._pipeline.submit(batch), self._clock()))
+            started_s = self._clock()  # submit returns when stage 0 is done
+            self._pending.append((self._pipeline.submit(batch), started_s))
         if self._pending:
             self._commit(*self._pending.popleft())
         self._say(None)
@@ -145,7 +146,7 @@ class Engine:
         self._scheduler_s += self._clock() - started_s
         return batch
 
-    def _commit(self, pending: Pending, sent_s: float) -> None:
+    def _commit(self, pending: Pending, started_s: float) -> None:
         try:
             result = pending.result()
             answered_s = self._clock()
@@ -155,9 +156,12 @@ class Engine:
             return
         if plan.parts:
             self._scheduler_s += self._clock() - answered_s
-            self._say(self._record(plan, result, answered_s - sent_s))
+            step_s = answered_s - started_s
+            self._say(self._record(plan, result, step_s))
             self._scheduler_s = 0.0
-            self._scheduler.observe(plan, step_s=answered_s - sent_s, now_s=answered_s)
+            self._scheduler.observe(plan, step_s=step_s, now_s=answered_s)
+        else:  # ids have come back
+            self._report(StepReport((), state=self._scheduler.snapshot()))
         if not self._scheduler.has_work:
             self._check_integrity()
 

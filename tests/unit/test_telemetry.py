@@ -317,10 +317,14 @@ def test_a_full_disk_ends_the_log_and_nothing_else(caplog: pytest.LogCaptureFixt
 
 
 class OneStage:
-    """Answers every lane 1, and says so as a stage does."""
+    """Answers every lane 1, after a quarter of a second on ``clock`` for a batch with rows."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
 
     def submit(self, batch: StepBatch) -> OneStage:
         self._batch = batch
+        self._clock.now_s += 0.25 * (batch.num_rows > 0)
         return self
 
     def result(self) -> StepResult:
@@ -329,7 +333,7 @@ class OneStage:
             epoch=batch.epoch,
             step_id=batch.step_id,
             tokens=dict.fromkeys(batch.sampled_lanes, 1),
-            stages=(StageTime(0.001, 0.0, int(batch.num_rows > 0)),),
+            stages=(StageTime(0.25, 0.0, int(batch.num_rows > 0)),),
         )
 
     def lane_ends(self) -> list[dict[int, int]]:
@@ -348,7 +352,8 @@ def test_a_real_engines_reports_add_up_and_end_idle() -> None:
     telemetry = Telemetry(model_name="tiny")
     found = ceiling([capacity])
     telemetry.describe([capacity], terms=found.terms, binding=found.binding)
-    engine = Engine(plan.scheduler(), OneStage(), telemetry.observe)
+    clock = Clock()
+    engine = Engine(plan.scheduler(), OneStage(clock), telemetry.observe, clock=clock)
     for name in ("a", "b", "c"):
         engine.submit(Request(request_id=name, token_ids=(1, 2, 3), max_tokens=4))
     engine.submit(Request(request_id="long", token_ids=(1, 2, 3), max_tokens=400))
@@ -362,11 +367,15 @@ def test_a_real_engines_reports_add_up_and_end_idle() -> None:
     page = seen(telemetry)
     assert page("requests_running") == page("requests_waiting") == 0
     assert page("kv_cells", state="free") == page("kv_cells") == 512
+    assert page("lanes", state="free") == page("lanes") == 4
     assert page("requests_finished_total", reason="length") == 3
     assert page("requests_finished_total", reason="abort") == 1
     assert page("requests_admitted_total", kind="new") == 4
     assert page("decode_calls_total", stage="0") == page("steps_total") == page("step_rows_count")
     assert page("step_tokens_total") == page("step_rows_sum")
+    assert (
+        page("step_seconds_sum") == page("stage_compute_seconds_sum") == 0.25 * page("steps_total")
+    )
 
 
 class Echo:
