@@ -56,7 +56,8 @@ class EngineClient:
     """Submits to ``channel`` and passes each event to its request's sink, on a thread of its own.
 
     ``max_open`` bounds the requests that run or wait. ``on_report`` gets every report first, on
-    the same thread. Any thread may call the methods.
+    the same thread; the last one ends what is open and knows no state. Any thread may call the
+    methods.
     """
 
     def __init__(
@@ -134,12 +135,15 @@ class EngineClient:
         with self._lock:
             self._end = reason
             left = list(self._sinks)
-        for request_id in left:
-            self._pass_on(TokenEvent(request_id=request_id, finish_reason="error", error=reason))
+        ends = [TokenEvent(request_id=r, finish_reason="error", error=reason) for r in left]
+        self._deliver(StepReport(tuple(ends)))
 
     def _deliver(self, report: StepReport) -> None:
         if self._on_report is not None:
-            self._on_report(report)
+            try:
+                self._on_report(report)
+            except Exception:  # who only watches must not end requests
+                logger.exception("the observer of reports failed")
         for event in report.events:
             self._pass_on(event)
 

@@ -138,7 +138,8 @@ class Engine:
     def step(self) -> None:
         """Fill the pipeline, take the oldest answer, tell the gateway."""
         while (batch := self._schedule()) is not None:
-            self._pending.append((self._pipeline.submit(batch), self._clock()))
+            started_s = self._clock()  # submit returns when stage 0 is done
+            self._pending.append((self._pipeline.submit(batch), started_s))
         if self._pending:
             self._commit(*self._pending.popleft())
         self._say(None)
@@ -149,7 +150,7 @@ class Engine:
         self._scheduler_s += self._clock() - started_s
         return batch
 
-    def _commit(self, pending: Pending, sent_s: float) -> None:
+    def _commit(self, pending: Pending, started_s: float) -> None:
         try:
             result = pending.result()
             answered_s = self._clock()
@@ -159,9 +160,12 @@ class Engine:
             return
         if plan.parts:
             self._scheduler_s += self._clock() - answered_s
-            self._say(self._record(plan, result, answered_s - sent_s))
+            step_s = answered_s - started_s
+            self._say(self._record(plan, result, step_s))
             self._scheduler_s = 0.0
-            self.scheduler.observe(plan, step_s=answered_s - sent_s, now_s=answered_s)
+            self.scheduler.observe(plan, step_s=step_s, now_s=answered_s)
+        else:  # ids have come back
+            self._report(StepReport((), state=self.scheduler.snapshot()))
         if not self.scheduler.has_work:
             self._check_integrity()
 
@@ -193,8 +197,10 @@ class Engine:
 
     def _say(self, record: StepRecord | None) -> None:
         events = self.scheduler.take_events()
-        if events or record is not None:
+        if record is not None:
             self._report(StepReport(tuple(events), record))
+        elif events:
+            self._report(StepReport(tuple(events), state=self.scheduler.snapshot()))
 
     def _record(self, plan: Plan, result: StepResult, step_s: float) -> StepRecord:
         num_recompute_output = plan.num_recompute_output
@@ -241,7 +247,7 @@ class Engine:
                 reason = str(error)
         if reason is not None:
             refusal = TokenEvent(request_id=request.request_id, finish_reason="error", error=reason)
-            self._report(StepReport((refusal,)))
+            self._report(StepReport((refusal,), state=self.scheduler.snapshot()))
 
     def _abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
