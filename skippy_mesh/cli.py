@@ -232,7 +232,7 @@ def run_serve(args: argparse.Namespace) -> int:
             client,
             tokenizer,
             model_name=model_name,
-            check_alive=mesh.check_alive,
+            check_alive=lambda: mesh.check_alive() or client.problem(),
             api_keys=[key for key in args.api_key.split(",") if key],
             why_inexact=why_inexact(mesh.infos),
             metrics=telemetry.render,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from skippy_mesh.config import EngineSettings, StepRules
-from skippy_mesh.errors import RequestError, StageLostError
+from skippy_mesh.errors import RequestError, StageError, StageLostError
 from skippy_mesh.messages import (
     Request,
     StepBatch,
@@ -88,7 +88,8 @@ class Engine:
     """Runs a :class:`Scheduler`'s steps on ``pipeline`` and hands ``report`` one message a step.
 
     Only the thread that calls :meth:`run` (or :meth:`turn`) touches scheduler and pipeline;
-    ``report`` is called there and must not block.
+    ``report`` is called there and must not block. Idle, the ledger is compared with what llama.cpp
+    holds on every stage; with ``checks_integrity`` also whenever nothing is in flight.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Engine:
         report: Callable[[StepReport], None],
         *,
         clock: Callable[[], float] = time.perf_counter,
+        checks_integrity: bool = False,
     ):
         self.scheduler = scheduler
         self._pipeline = pipeline
@@ -107,6 +109,7 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._scheduler_s = 0.0
         self._is_closing = False
+        self._checks_integrity = checks_integrity
         self.problem: str | None = None
 
     def submit(self, request: Request) -> None:
@@ -166,7 +169,7 @@ class Engine:
             self.scheduler.observe(plan, step_s=step_s, now_s=answered_s)
         else:  # ids have come back
             self._report(StepReport((), state=self.scheduler.snapshot()))
-        if not self.scheduler.has_work:
+        if not self.scheduler.has_work or (self._checks_integrity and not self._pending):
             self._check_integrity()
 
     def _recover(self, error: Exception) -> None:
@@ -185,15 +188,16 @@ class Engine:
         self._say(None)
 
     def _check_integrity(self) -> None:
-        """Idle, so the ledger is empty: every lane of every stage must be, too."""
+        """Every stage must hold what the ledger says, no more and no less; nothing is in flight."""
         try:
-            held = [ends for ends in self._pipeline.lane_ends() if ends]
-        except StageLostError as error:
+            found = self._pipeline.lane_ends()
+        except StageError as error:
             self._recover(error)
             return
-        if held:
-            logger.error("idle, yet stages hold lanes %s: all memory is cleared", held)
-            self.scheduler.recover("lanes were left behind")
+        expected = self.scheduler.lane_ends(found)
+        if found != expected:
+            logger.error("stages hold %s, the ledger says %s: starting over", found, expected)
+            self.scheduler.recover("a stage's memory is not what it should be")
 
     def _say(self, record: StepRecord | None) -> None:
         events = self.scheduler.take_events()

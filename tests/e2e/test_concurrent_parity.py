@@ -131,7 +131,9 @@ def crowd_on(made: Made, cuts: tuple[int, ...]) -> Iterator[Crowd]:
     plan, _ = engine_plan(pipeline.infos, EngineSettings(running=len(PROMPTS), prefill_rows=48))
     crowd: Crowd
     plan = replace(plan, ceiling=len(PROMPTS))  # at 256 cells a session it would be two
-    engine = Engine(plan.scheduler(), pipeline, lambda report: crowd.take(report))
+    engine = Engine(
+        plan.scheduler(), pipeline, lambda report: crowd.take(report), checks_integrity=True
+    )
     pipeline.engine = engine
     crowd = Crowd(engine, pipeline)
     try:
@@ -155,6 +157,7 @@ def test_concurrent_parity(
         assert crowd.num_preempted >= 2, "the pool was never short"
         assert crowd.num_recomputed > 0
         assert crowd.most_running >= 4
+        assert crowd.engine.scheduler.epoch == 0, "the ledger and llama.cpp differed"
         assert crowd.pipeline.lane_ends() == [{}] * num_stages
         different = [
             text for number in range(len(PROMPTS)) for text in compare(model, crowd, number)
