@@ -15,7 +15,7 @@ import contextlib
 import datetime
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -139,6 +139,9 @@ def peer_arm(settings: Settings, pair: Pair, *extra: str) -> Iterator[Arm]:
         yield Arm(replace(server, worker_pids=pids), command)
 
 
+Start = Callable[[Settings, Pair], contextlib.AbstractContextManager[Arm]]
+
+
 def weights_by_worker(settings: Settings, pair: Pair) -> dict[str, float]:
     """Looked at once and apart, because a server that talks so much might be slower."""
     with peer_arm(settings, pair, "-lv", "4") as arm:
@@ -215,9 +218,17 @@ def worker_ticks(server: Server) -> list[int]:
     return [stat.cpu_ticks for stat in stats if stat]
 
 
-def play_round(settings: Settings, name: str, level: int, round_: int) -> dict[str, object]:
+def play_round(
+    settings: Settings,
+    name: str,
+    level: int,
+    round_: int,
+    *,
+    ours: Start = our_arm,
+    theirs: Start = peer_arm,
+) -> dict[str, object]:
     pair = PAIRS[name]
-    arms = {OURS: our_arm, pair.peer: peer_arm}
+    arms = {OURS: ours, pair.peer: theirs}
     # Ours first in every other round: ABBA, so that drift favours neither.
     order = list(arms) if round_ % 2 == 0 else list(arms)[::-1]
     runs: dict[str, Run] = {}
