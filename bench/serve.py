@@ -278,7 +278,7 @@ def judgements(found: Mapping[tuple[str, int], dict[str, Interval]]) -> list[dic
         {
             "target": str(target),
             "verdict": verdict(target, value := found[key].get(target.metric)),
-            "found": asdict(value) if value else None,
+            "found": value.as_json() if value else None,
         }
         for target in TARGETS
         if (key := (target.pair, target.clients)) in found
@@ -311,7 +311,7 @@ def serve(settings: Settings, out: Path | None) -> None:
                 found = intervals(rounds)
                 summary = {
                     "ratios": {
-                        f"{pair} N={clients}": {key: asdict(value) for key, value in each.items()}
+                        f"{pair} N={clients}": {key: value.as_json() for key, value in each.items()}
                         for (pair, clients), each in found.items()
                     },
                     "targets": judgements(found),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 CONFIDENCE = 0.95
@@ -33,6 +33,9 @@ class Interval:
     low: float
     high: float
     rounds: int
+
+    def as_json(self) -> dict[str, float]:
+        return {key: round(value, 4) for key, value in asdict(self).items()}
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
