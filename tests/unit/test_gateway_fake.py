@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from skippy_mesh.engine import Engine
+from bench.baseline import Baseline
 from skippy_mesh.errors import InvalidBatchError, StepOrderError
 from skippy_mesh.messages import Copy, Remove, Request, SamplingParams, StepBatch
 from stages.fake import IM_END, FakePipeline, FakeTokenizer, recite
@@ -32,7 +32,7 @@ def batch(
 
 
 def generate(pipeline: FakePipeline, prompt: bytes, *, max_rows: int, **params: float) -> list[int]:
-    engine = Engine(pipeline, max_model_len=200, max_rows=max_rows)
+    engine = Baseline(pipeline, max_model_len=200, max_rows=max_rows)
     request = Request(
         request_id="r",
         token_ids=tuple(prompt),
