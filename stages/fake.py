@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -38,7 +39,7 @@ Drawings = dict[int, tuple[Sequence[int], SamplingParams]]
 def babble(history: Sequence[int], params: SamplingParams) -> int:
     """A letter that depends on every token of ``history`` and, unless greedy, on the seed."""
     seed = params.seed if params.temperature > 0 else 0
-    digest = zlib.crc32(",".join(map(str, (seed, *history))).encode())
+    digest = zlib.crc32(array("q", history).tobytes(), seed % 2**32)
     return _LETTERS[digest % len(_LETTERS)]
 
 

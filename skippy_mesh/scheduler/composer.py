@@ -112,7 +112,9 @@ class Composer:
     def _is_decoding(self, sequence: Sequence) -> bool:
         """One row a step from here on."""
         if self._rules.is_homogeneous:
-            return sequence.num_scheduled >= self._chunk_end(sequence)
+            num_chunked = self._chunk_end(sequence) - sequence.num_scheduled
+            # The row of a new token may reach the next multiple, and is no chunk for that.
+            return num_chunked < max(self._rules.chunk_multiple, 2)
         return sequence.num_left <= 1
 
     def _chunk_end(self, sequence: Sequence) -> int:
