@@ -113,8 +113,9 @@ class Scheduler:
         plan = Plan(self._next_step)
         decodes = self._composer.decodes(self.running)
         self._make_room(plan, decodes)
-        if not plan.num_preempted:
-            self._admit(plan)
+        if not plan.num_preempted and self._admit(plan):
+            # A short prompt is a single row from the start.
+            decodes = self._composer.decodes(self.running)[: self._ledger.num_free_cells]
         for sequence, num_rows in self._composer.compose(
             self.running, decodes, num_free_cells=self._ledger.num_free_cells
         ):
@@ -256,11 +257,13 @@ class Scheduler:
         sequence.status = Status.PREEMPTED
         self.waiting.add(sequence)
 
-    def _admit(self, plan: Plan) -> None:
+    def _admit(self, plan: Plan) -> bool:
+        """Let in whoever fits; whether anybody did."""
+        num_before = len(self.running)
         while len(self.running) < self._run_limit.limit:
             sequence = self._choose_next(self.waiting, self._fits)
             if sequence is None:
-                return
+                break
             plan.num_resumed += sequence.status is Status.PREEMPTED
             plan.num_admitted += sequence.status is Status.WAITING
             self.waiting.remove(sequence)
@@ -268,6 +271,7 @@ class Scheduler:
             sequence.status = Status.RUNNING
             self._new_lanes[sequence.lane] = sequence.request.sampling
             self.running.add(sequence)
+        return len(self.running) > num_before
 
     def _fits(self, sequence: Sequence) -> bool:
         return self._ledger.lacks(self._need(sequence)) is None
