@@ -110,7 +110,7 @@ class Scheduler:
         """The next step, or None while there is nothing to run before an answer comes back."""
         if len(self.in_flight) >= self._max_in_flight:
             return None
-        plan = Plan(self._next_step)
+        plan = self._next
         decodes = self._composer.decodes(self.running)
         self._make_room(plan, decodes)
         if not plan.num_preempted and self._admit(plan):
@@ -222,7 +222,7 @@ class Scheduler:
     def _start_epoch(self) -> None:
         """All stages are empty, or will be when they see the new epoch."""
         self._epoch += 1
-        self._next_step = 0
+        self._next = Plan(0)
         self._ledger = Ledger(self._capacity)
         self.running = RunningSet()
         self.in_flight.clear()
@@ -301,7 +301,7 @@ class Scheduler:
     def _launch(self, plan: Plan) -> StepBatch:
         plan.removed, self._removed = self._removed, []
         new_lanes, self._new_lanes = self._new_lanes, {}
-        self._next_step += 1
+        self._next = Plan(plan.step_id + 1)
         self.in_flight.append(plan)
         return plan.batch(self._epoch, new_lanes)
 
