@@ -1,18 +1,22 @@
 """A model made of arithmetic, for tests of everything above the stages: no llama.cpp, no file.
 
-:class:`FakePipeline` keeps the rules of a real stage: one history per lane, positions without gaps,
-steps in order, epochs. Its next token is a pure function of the lane's history and parameters, so a
-wrong, missing or foreign row changes the text that comes out.
+:class:`FakePipeline` keeps the rules of real stages: a history per lane, positions without gaps,
+steps in order, epochs, room. Its next token is a pure function of the lane's history and
+parameters, so a wrong, missing or foreign row changes the text that comes out.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
-from skippy_mesh.errors import InvalidBatchError, StepOrderError
+from skippy_mesh.errors import InvalidBatchError, NoRoomError, StepOrderError
 from skippy_mesh.messages import Copy, Remove, SamplingParams, StepBatch, StepResult
+from skippy_mesh.scheduler.memory import CELL_COMPONENTS, Capacity
 
 BOS, EOS, IM_START, IM_END = range(256, 260)
 _SPECIAL = {"<s>": BOS, "</s>": EOS, "<|im_start|>": IM_START, "<|im_end|>": IM_END}
@@ -28,12 +32,14 @@ CHATML = (
 )
 
 NextToken = Callable[[Sequence[int], SamplingParams], int]
+Drawings = dict[int, tuple[Sequence[int], SamplingParams]]
+"""What each sampling lane draws its next token from."""
 
 
 def babble(history: Sequence[int], params: SamplingParams) -> int:
     """A letter that depends on every token of ``history`` and, unless greedy, on the seed."""
     seed = params.seed if params.temperature > 0 else 0
-    digest = zlib.crc32(",".join(map(str, (seed, *history))).encode())
+    digest = zlib.crc32(array("q", history).tobytes(), seed % 2**32)
     return _LETTERS[digest % len(_LETTERS)]
 
 
@@ -54,25 +60,28 @@ def recite(tokens: Sequence[int]) -> NextToken:
     return next_token
 
 
-class FakePipeline:
-    """All stages of a mesh in one object; see :class:`skippy_mesh.engine.Pipeline`.
+class FakeClock:
+    """Time that passes only when a fake stage works."""
 
-    ``on_step`` runs before each step and may wait or raise, to stand for a slow or broken stage.
-    """
+    def __init__(self) -> None:
+        self.now_s = 0.0
 
-    def __init__(
-        self, next_token: NextToken = babble, *, on_step: Callable[[StepBatch], None] | None = None
-    ):
-        self._next_token = next_token
-        self._on_step = on_step
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class FakeStage:
+    """The memory of one stage: a history per lane, positions without gaps, steps in order."""
+
+    def __init__(self, capacity: Capacity | None = None):
+        self._capacity = capacity
         self._epoch = 0
         self._step_id = 0
         self._params: dict[int, SamplingParams] = {}
         self.histories: dict[int, list[int]] = {}
 
-    def forward(self, batch: StepBatch) -> StepResult:
-        if self._on_step is not None:
-            self._on_step(batch)
+    def apply(self, batch: StepBatch) -> Drawings:
+        """Run ``batch``, or refuse it and change nothing."""
         if batch.epoch > self._epoch:
             self._epoch, self._step_id = batch.epoch, 0
             self.histories, self._params = {}, {}
@@ -81,43 +90,172 @@ class FakePipeline:
                 f"expected epoch {self._epoch} step {self._step_id}, "
                 f"got epoch {batch.epoch} step {batch.step_id}"
             )
-        # Built aside and kept only if the whole batch is sound: a refusal changes nothing.
-        histories = {lane: list(tokens) for lane, tokens in self.histories.items()}
+        # Built aside and kept only if the whole batch is sound.
+        histories = dict(self.histories)
         for operation in batch.operations:
             _apply(operation, histories)
         params = {**self._params, **batch.new_lanes}
-        sampled = self._run_rows(batch, histories, params)
-        for lane in batch.forgotten_lanes:
-            params.pop(lane, None)
-        self.histories = {lane: tokens for lane, tokens in histories.items() if tokens}
-        self._params = params
+        drawings = _run_rows(batch, histories, params)
+        histories = {lane: tokens for lane, tokens in histories.items() if tokens}
+        self._check_room(histories)
+        self.histories = histories
+        self._params = {lane: p for lane, p in params.items() if lane not in batch.forgotten_lanes}
         self._step_id += 1
-        return StepResult(epoch=batch.epoch, step_id=batch.step_id, tokens=sampled)
+        return drawings
 
-    def _run_rows(
+    def _check_room(self, histories: dict[int, list[int]]) -> None:
+        if self._capacity is None:
+            return
+        if any(lane >= self._capacity.lanes for lane in histories):
+            raise InvalidBatchError(f"a lane is not in [0, {self._capacity.lanes})")
+        num_cells = sum(map(len, histories.values()))
+        for name, size in self._capacity.by_component().items():
+            need = num_cells if name in CELL_COMPONENTS else len(histories)
+            if need > size:
+                raise NoRoomError(f"{need} of {name} are needed and there are {size}")
+
+
+class FakePipeline:
+    """All stages of a mesh in one object; see :class:`skippy_mesh.engine.Pipeline`.
+
+    Stage 0 runs a batch when it is submitted and the others when somebody asks for its answer, so
+    any number of batches may be on their way. There is a stage for each of ``capacities``.
+    ``on_step`` runs before each step and may wait or raise, to stand for a slow or broken mesh;
+    ``on_stage`` likewise before each stage's part in it; ``on_answer`` may change what is answered.
+    A batch takes every stage ``cost_s`` seconds of ``clock``.
+    """
+
+    def __init__(
         self,
-        batch: StepBatch,
-        histories: dict[int, list[int]],
-        params: dict[int, SamplingParams],
-    ) -> dict[int, int]:
-        sampled: dict[int, int] = {}
-        rows = zip(batch.lanes, batch.positions, batch.tokens, batch.samples, strict=True)
-        for lane, position, token, samples in rows:
-            history = histories.setdefault(lane, [])
-            if position != len(history):
-                raise InvalidBatchError(
-                    f"lane {lane} holds {len(history)} tokens, got position {position}"
-                )
-            history.append(token)
-            if samples:
-                if lane not in params or lane in sampled:
-                    raise InvalidBatchError(f"lane {lane} cannot sample in this step")
-                sampled[lane] = self._sample(history, params[lane])
-        return sampled
+        next_token: NextToken = babble,
+        *,
+        capacities: Sequence[Capacity | None] = (None,),
+        on_step: Callable[[StepBatch], None] = lambda _batch: None,
+        on_stage: Callable[[int, StepBatch], None] = lambda _stage, _batch: None,
+        on_answer: Callable[[StepResult], StepResult] = lambda result: result,
+        clock: FakeClock | None = None,
+        cost_s: Callable[[StepBatch], float] = lambda _batch: 0.0,
+    ):
+        self._next_token = next_token
+        self._on_step = on_step
+        self._on_stage = on_stage
+        self._on_answer = on_answer
+        self._cost_s = cost_s
+        self._stages = [FakeStage(capacity) for capacity in capacities]
+        self._free_at_s = [0.0] * len(capacities)
+        self._underway: deque[FakePending] = deque()
+        self.clock = clock or FakeClock()
+        self.busy_s = [0.0] * len(capacities)
+
+    @property
+    def histories(self) -> dict[int, list[int]]:
+        """What the last stage holds."""
+        return self._stages[-1].histories
+
+    def submit(self, batch: StepBatch) -> FakePending:
+        pending = FakePending(self, batch)
+        pending.attempt(lambda: self._on_step(batch))
+        self._run_stage(0, pending)
+        self.clock.now_s = max(self.clock.now_s, pending.ended_s)
+        self._underway.append(pending)
+        return pending
+
+    def forward(self, batch: StepBatch) -> StepResult:
+        return self.submit(batch).result()
+
+    def lane_ends(self) -> list[Mapping[int, int]]:
+        self.advance(None)
+        return [
+            {lane: len(tokens) for lane, tokens in stage.histories.items()}
+            for stage in self._stages
+        ]
+
+    def advance(self, last: FakePending | None) -> None:
+        """Let the later stages run what is underway, up to and with ``last``."""
+        while self._underway and (last is None or last in self._underway):
+            pending = self._underway.popleft()
+            for index in range(1, len(self._stages)):
+                self._run_stage(index, pending)
+            pending.attempt(functools.partial(self._answer, pending))
+
+    def _run_stage(self, index: int, pending: FakePending) -> None:
+        batch = pending.batch
+
+        def run() -> None:
+            self._on_stage(index, batch)
+            pending.drawings = self._stages[index].apply(batch)
+
+        pending.attempt(run)
+        if pending.error is not None:
+            return
+        cost_s = self._cost_s(batch)
+        pending.ended_s = max(pending.ended_s, self._free_at_s[index]) + cost_s
+        self._free_at_s[index] = pending.ended_s
+        self.busy_s[index] += cost_s
+
+    def _answer(self, pending: FakePending) -> None:
+        tokens = {lane: self._sample(*drawing) for lane, drawing in pending.drawings.items()}
+        batch = pending.batch
+        pending.answer = self._on_answer(
+            StepResult(epoch=batch.epoch, step_id=batch.step_id, tokens=tokens)
+        )
 
     def _sample(self, history: Sequence[int], params: SamplingParams) -> int:
         token = self._next_token(history, params)
         return babble(history, params) if token in params.suppressed_ids else token
+
+
+class FakePending:
+    """A batch on its way through a :class:`FakePipeline`."""
+
+    def __init__(self, pipeline: FakePipeline, batch: StepBatch):
+        self._pipeline = pipeline
+        self.batch = batch
+        self.drawings: Drawings = {}
+        self.answer: StepResult | None = None
+        self.error: Exception | None = None
+        self.ended_s = 0.0
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Unless something failed before: what ``action`` raises is the answer."""
+        if self.error is None:
+            try:
+                action()
+            except Exception as error:
+                self.error = error
+
+    def result(self) -> StepResult:
+        self._pipeline.advance(self)
+        clock = self._pipeline.clock
+        clock.now_s = max(clock.now_s, self.ended_s)
+        if self.error is not None:
+            raise self.error
+        assert self.answer is not None
+        return self.answer
+
+
+def _run_rows(
+    batch: StepBatch, histories: dict[int, list[int]], params: Mapping[int, SamplingParams]
+) -> Drawings:
+    """Extend ``histories`` by the rows of ``batch``, each list replaced by a longer one."""
+    drawings: Drawings = {}
+    extended: set[int] = set()
+    rows = zip(batch.lanes, batch.positions, batch.tokens, batch.samples, strict=True)
+    for lane, position, token, samples in rows:
+        if lane not in extended:
+            histories[lane] = list(histories.get(lane, ()))
+            extended.add(lane)
+        history = histories[lane]
+        if position != len(history):
+            raise InvalidBatchError(
+                f"lane {lane} holds {len(history)} tokens, got position {position}"
+            )
+        history.append(token)
+        if samples:
+            if lane not in params or lane in drawings:
+                raise InvalidBatchError(f"lane {lane} cannot sample in this step")
+            drawings[lane] = (history, params[lane])
+    return drawings
 
 
 def _apply(operation: Copy | Remove, histories: dict[int, list[int]]) -> None:

@@ -111,11 +111,12 @@ class Scheduler:
         """The next step, or None while there is nothing to run before an answer comes back."""
         if len(self.in_flight) >= self._max_in_flight:
             return None
-        plan = Plan(self._next_step)
+        plan = self._next
         decodes = self._composer.decodes(self.running)
         self._make_room(plan, decodes)
-        if not plan.num_preempted:
-            self._admit(plan)
+        if not plan.num_preempted and self._admit(plan):
+            # A short prompt is a single row from the start.
+            decodes = self._composer.decodes(self.running)[: self._ledger.num_free_cells]
         for sequence, num_rows in self._composer.compose(
             self.running, decodes, num_free_cells=self._ledger.num_free_cells
         ):
@@ -231,7 +232,7 @@ class Scheduler:
     def _start_epoch(self) -> None:
         """All stages are empty, or will be when they see the new epoch."""
         self.epoch += 1
-        self._next_step = 0
+        self._next = Plan(0)
         self._ledger = Ledger(self._capacity)
         self.running = RunningSet()
         self.in_flight.clear()
@@ -266,11 +267,13 @@ class Scheduler:
         sequence.status = Status.PREEMPTED
         self.waiting.add(sequence)
 
-    def _admit(self, plan: Plan) -> None:
+    def _admit(self, plan: Plan) -> bool:
+        """Let in whoever fits; whether anybody did."""
+        num_before = len(self.running)
         while len(self.running) < self._run_limit.limit:
             sequence = self._choose_next(self.waiting, self._fits)
             if sequence is None:
-                return
+                break
             plan.num_resumed += sequence.status is Status.PREEMPTED
             plan.num_admitted += sequence.status is Status.WAITING
             self.waiting.remove(sequence)
@@ -278,6 +281,7 @@ class Scheduler:
             sequence.status = Status.RUNNING
             self._new_lanes[sequence.lane] = sequence.request.sampling
             self.running.add(sequence)
+        return len(self.running) > num_before
 
     def _fits(self, sequence: Sequence) -> bool:
         return self._ledger.lacks(self._need(sequence)) is None
@@ -307,7 +311,7 @@ class Scheduler:
     def _launch(self, plan: Plan) -> StepBatch:
         plan.removed, self._removed = self._removed, []
         new_lanes, self._new_lanes = self._new_lanes, {}
-        self._next_step += 1
+        self._next = Plan(plan.step_id + 1)
         self.in_flight.append(plan)
         return plan.batch(self.epoch, new_lanes)
 

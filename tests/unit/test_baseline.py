@@ -1,4 +1,7 @@
-"""The single-lane engine: every request ends once, and leaves nothing behind."""
+"""The single-lane baseline: every request ends once, and leaves nothing behind.
+
+Without these every number would be compared with an engine that may be wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skippy_mesh.engine import Engine, chunk_lengths
+from bench.baseline import Baseline, chunk_lengths
+from skippy_mesh.client import EngineClient
 from skippy_mesh.errors import RequestError, SkippyError, StageError
 from skippy_mesh.messages import Request, SamplingParams, TokenEvent
 from stages.fake import FakePipeline, babble
@@ -20,7 +24,7 @@ def request(num_prompt=5, max_tokens=8, request_id="r", **fields):
 
 
 def engine_of(pipeline, **limits):
-    return Engine(pipeline, **{"max_model_len": 100, "max_rows": 8, **limits})
+    return Baseline(pipeline, **{"max_model_len": 100, "max_rows": 8, **limits})
 
 
 def expected_tokens(asked, count):
@@ -66,9 +70,9 @@ def test_max_tokens_ends_at_the_context():
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers():
     engine = engine_of(FakePipeline(), max_model_len=12)
     with pytest.raises(RequestError, match=r"12 tokens .* holds 12: at most 11") as caught:
-        engine.check(request(12))
+        next(engine.generate(request(12)))
     assert caught.value.code == "context_length_exceeded"
-    engine.check(request(11))
+    assert next(engine.generate(request(11))).finish_reason == "length"
 
 
 def test_closing_the_iterator_frees_the_lane():
@@ -81,27 +85,28 @@ def test_closing_the_iterator_frees_the_lane():
 
 
 class Served:
-    """An engine on a thread of its own, and what it told each request."""
+    """A baseline on a thread of its own behind its client, and what it told each request."""
 
     def __init__(self, pipeline):
-        self.engine = engine_of(pipeline)
+        engine = engine_of(pipeline)
+        self._thread = threading.Thread(target=engine.run)
+        self._thread.start()
+        self.client = EngineClient(engine, max_model_len=100, max_open=100)
         self.events: dict[str, list[TokenEvent]] = {}
         self._ended: dict[str, threading.Event] = {}
-        self._thread = threading.Thread(target=self.engine.run)
 
     def __enter__(self):
-        self._thread.start()
         return self
 
     def __exit__(self, *_exc):
-        self.engine.close()
+        self.client.close()
         self._thread.join(10)
         assert not self._thread.is_alive()
 
     def submit(self, asked, sink=None):
         self.events[asked.request_id] = []
         self._ended[asked.request_id] = threading.Event()
-        self.engine.submit(asked, sink or self._on_event)
+        self.client.submit(asked, sink or self._on_event)
 
     def _on_event(self, event):
         self.events[event.request_id].append(event)
@@ -115,10 +120,7 @@ class Served:
 
 def test_requests_are_served_in_order_and_alone():
     lanes_in_use = []
-    pipeline = FakePipeline()
-    pipeline._on_step = lambda batch: lanes_in_use.append(
-        sum(bool(history) for history in pipeline.histories.values())
-    )
+    pipeline = FakePipeline(on_step=lambda _batch: lanes_in_use.append(len(pipeline.histories)))
     with Served(pipeline) as served:
         asked = [request(5 + number, request_id=f"r{number}") for number in range(6)]
         for one in asked:
@@ -180,21 +182,21 @@ def test_abort_ends_a_running_and_a_queued_request():
         for name in ("a", "b", "c"):
             served.submit(request(5, 40, request_id=name))
         assert started.wait(10)
-        assert served.engine.abort("a")
-        assert served.engine.abort("b")
+        assert served.client.abort("a")
+        assert served.client.abort("b")
         go_on.set()
         assert served.wait("a")[-1].finish_reason == "abort"
         assert [event.token_id for event in served.wait("b")] == [None]
         assert len(served.wait("c")) == 40
-        assert not served.engine.abort("a")
-        assert not served.engine.abort("never seen")
+        assert not served.client.abort("a")
+        assert not served.client.abort("never seen")
 
 
 def test_close_ends_everything_and_later_requests_are_refused():
     with Served(FakePipeline()) as served:
         for number in range(5):
             served.submit(request(5, 90, request_id=f"r{number}"))
-        served.engine.close()
+        served.client.close()
         for number in range(5):
             assert served.wait(f"r{number}")[-1].finish_reason in ("abort", "length")
         with pytest.raises(SkippyError, match="shutting down"):
@@ -206,7 +208,7 @@ def test_an_id_that_is_still_open_cannot_be_used_twice():
     with Served(FakePipeline(on_step=lambda _batch: go_on.wait(10))) as served:
         served.submit(request(5, request_id="a"))
         with pytest.raises(SkippyError, match="already open"):
-            served.engine.submit(request(5, request_id="a"), print)
+            served.client.submit(request(5, request_id="a"), print)
         go_on.set()
         assert len(served.wait("a")) == 8
 
