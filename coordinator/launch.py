@@ -27,7 +27,7 @@ from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
 from skippy_mesh.engine import EnginePlan
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError
-from stages.head import Head
+from stages.head import StageHead
 from stages.pipeline import RemoteHead, check_alive, first_line
 from stages.worker import StageInfo, StageWorker
 
@@ -132,7 +132,7 @@ def mesh(
 
 @contextmanager
 def _local_mesh(spec: StageSpec, settings: EngineSettings, parallel: int | None) -> Iterator[Mesh]:
-    head = Head(spec)
+    head = StageHead(spec)
     loading: Future[Mesh] = Future()
 
     def run() -> None:
@@ -160,7 +160,7 @@ def _local_mesh(spec: StageSpec, settings: EngineSettings, parallel: int | None)
 def _ray_mesh(
     specs: Sequence[StageSpec], settings: EngineSettings, parallel: int | None, mesh_name: str
 ) -> Iterator[Mesh]:
-    with stage_actors(specs, mesh_name=mesh_name, first=Head) as (actors, infos):
+    with stage_actors(specs, mesh_name=mesh_name, first=StageHead) as (actors, infos):
         plan, limit = engine_plan(infos, settings, parallel)
         head = actors[0]
         ray.get(head.prepare.remote(plan, actors[1:]))

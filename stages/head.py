@@ -1,7 +1,7 @@
 """Stage 0: the worker and the engine in one place, because every step begins and ends here.
 
 A plain class. It runs as a thread beside the gateway where the model is not cut, else as the first
-of the stage actors. :meth:`Head.load` and :meth:`Head.serve` belong to one thread, which owns the
+of the stage actors. :meth:`StageHead.load` and :meth:`StageHead.serve` belong to one thread, which owns the
 context; everything else may be called from any.
 """
 
@@ -19,7 +19,7 @@ from stages.pipeline import HeadPipeline
 from stages.worker import Progress, StageInfo, StageWorker
 
 
-class Head:
+class StageHead:
     def __init__(self, spec: StageSpec):
         self._worker = StageWorker(spec)
         self._reports = ReportQueue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.processes import environment, serving, still_alive, tree
 
@@ -26,6 +28,10 @@ SERVE = ("demo", "-t", "1")
 MESH = (*SERVE, "--stages", "2")
 GREEDY = {"temperature": 0.0, "max_tokens": 24}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 24}
+THINGS = (
+    "tea", "rain", "iron", "moss", "salt", "owls", "silk", "sand",
+    "bees", "rust", "snow", "rope", "wine", "clay", "fire", "time",
+)  # fmt: skip
 QUESTION = [{"role": "user", "content": "Name three colours."}]
 # More tokens than any limit here lets pass.
 ENDLESS = {"temperature": 0.0, "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
@@ -61,7 +67,8 @@ def crash(env, ray_dir, log):
 
 @pytest.fixture(scope="module")
 def server(env, log):
-    with serving(*MESH, "--port", "0", env=env, log=log / "mesh") as server:
+    step_log = ("--step-log", str(log / "steps"))
+    with serving(*MESH, "--port", "0", *step_log, env=env, log=log / "mesh") as server:
         yield server
 
 
@@ -174,14 +181,43 @@ def test_a_crowd_gets_what_each_gets_alone(client):
         assert list(pool.map(lambda prompt: complete(client, prompt), prompts)) == alone
 
 
+def metric(server, name):
+    """The values of all series of ``name``."""
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+    return [sample.value for family in families for sample in family.samples if sample.name == name]
+
+
+def test_sixteen_in_flight_answer_as_each_alone(client, server, log):
+    """With no option set: eight clients all run at once, and every byte is as before."""
+    prompts = [f"{number} things to know about {thing} are" for number, thing in enumerate(THINGS)]
+    kinds = [{}, {"temperature": 0.8, "seed": 5}]
+
+    def ask(number):
+        return complete(client, prompts[number], **kinds[number % 2])
+
+    alone = list(map(ask, range(16)))
+    assert len(set(alone)) == 16
+    num_before = len((log / "steps").read_text().splitlines())
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, range(16))) == alone
+    steps = (log / "steps").read_text().splitlines()[num_before:]
+    assert max(json.loads(line)["running"] for line in steps) >= 8
+    (num_steps,) = {sum(metric(server, "skippy:steps_total"))}
+    assert metric(server, "skippy:decode_calls_total") == [num_steps] * 2
+
+
 @pytest.mark.parametrize("limit", [1, 20])
-def test_a_client_that_leaves_frees_the_engine(client, limit):
+def test_a_client_that_leaves_frees_the_engine(client, server, limit):
     with client.completions.create(
         model="demo", prompt="Count: one, two,", stream=True, **ENDLESS
     ) as stream:
         for _, _ in zip(range(limit), stream, strict=False):
             pass
-    # 4,000 tokens of the one that left would take longer than the client's patience.
+    # Its 4,000 tokens would take longer than this.
+    deadline = time.monotonic() + ANSWERS_WITHIN_S
+    while metric(server, "skippy:requests_running") != [0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert complete(client, "The capital of France is").startswith(" Paris")
 
 
