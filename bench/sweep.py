@@ -99,7 +99,7 @@ def published(command: list[str]) -> list[str]:
 def check_warm(server: Server, one: Workload) -> None:
     """The first request pays for what is done once, so no point counts it."""
     run = asyncio.run(
-        closed_loop(server.url, one, num_clients=1, max_requests=1, send_s=1, drain_s=120)
+        closed_loop(server.url, one, num_clients=1, max_requests=1, send_s=60, drain_s=60)
     )
     if not run.records[0].is_complete:
         problem = run.records[0].error or "took too long"

@@ -1,8 +1,8 @@
 """Stage 0: the worker and the engine in one place, because every step begins and ends here.
 
 A plain class. It runs as a thread beside the gateway where the model is not cut, else as the first
-of the stage actors. :meth:`StageHead.load` and :meth:`StageHead.serve` belong to one thread, which owns the
-context; everything else may be called from any.
+of the stage actors. :meth:`StageHead.load` and :meth:`StageHead.serve` belong to one thread, which
+owns the context; everything else may be called from any.
 """
 
 from __future__ import annotations

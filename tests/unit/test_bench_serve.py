@@ -47,7 +47,7 @@ LIMIT = Target(pair="one", clients=8, metric="p99_e2e", bound=1.0, is_floor=Fals
 
 async def slow(answer: Answer) -> None:
     await answer.start()
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.6)
     await answer.text("one two three four", "length")
     await answer.finish()
 
@@ -119,8 +119,8 @@ def test_a_round_gives_both_arms_the_same_prompts_and_alternates_who_is_first(
     assert sorted(ours[1 : 1 + NUM_SENT]) == sorted(theirs[1:])  # the first is the warm-up
     assert set(ours[1 + NUM_SENT :]) <= set(theirs[1:])  # again, alone
     found = intervals(rounds)["one", 2]
-    assert found["throughput"].low > 2 and found["throughput"].rounds == 2
-    assert found["p99_e2e"].high < 0.5
+    assert found["throughput"].low > 1 and found["throughput"].rounds == 2
+    assert found["p99_e2e"].high < 1
     for one in rounds:
         assert one["same_texts"] == {"equal": NUM_SENT, "of": NUM_SENT}
         assert isinstance(one["ours"], dict)
