@@ -56,8 +56,8 @@ class Composer:
     ) -> Rows:
         rows = [(sequence, 1) for sequence in decodes]
         budget = self._rules.max_rows - len(decodes)
-        if any(map(self._is_decoding, running)):
-            budget = min(budget, self._pacer.num_rows)
+        if num_decoding := sum(map(self._is_decoding, running)):
+            budget = min(budget, self._pacer.limit(num_decoding))
         budget = min(budget, num_free_cells - len(decodes))
         for sequence in self._prefilling(running):
             num_rows = min(sequence.num_left, budget)

@@ -42,6 +42,11 @@ class PrefillPacer:
         if self._row_s and self._decode_s is not None:
             self._settle((self._target_s - self._decode_s) / self._row_s)
 
+    def limit(self, num_decoding: int) -> int:
+        """Rows of prefill beside ``num_decoding`` live decodes. As many as these always: where the
+        target is out of reach, a step may double, and prompts are not kept waiting for nothing."""
+        return self.num_rows if self._pinned is not None else max(self.num_rows, num_decoding)
+
     def _settle(self, affordable: float) -> None:
         before = self.num_rows
         if affordable < before:
@@ -71,8 +76,8 @@ class RunLimit:
     """How many sequences run at once; at most ``ceiling``.
 
     More lanes can lower throughput, and where is a matter of model and machine, so it is tried:
-    while requests wait, the limit is raised by half for a window; if the rows computed per second
-    rise by 3 % it stays, else it goes back, and the next try waits twice as long.
+    while requests wait, the limit is doubled for a window; if the rows computed per second rise by
+    3 % it stays and is doubled again, else it goes back, and the next try waits twice as long.
     """
 
     def __init__(self, ceiling: int, *, pinned: int | None = None):
@@ -107,12 +112,8 @@ class RunLimit:
         self._num_rows = self._num_steps = 0
 
     def _decide(self, rate: float, now_s: float) -> None:
-        if self.limit == self._kept:
-            self._kept_rate = rate
-            if now_s >= self._next_try_s and self.limit < self._ceiling:
-                self.limit = min(self._ceiling, self.limit + max(self.limit // 2, 1))
-                logger.debug("running: try %d, at %d %.1f rows/s", self.limit, self._kept, rate)
-        elif self._kept_rate is not None and rate < MIN_GAIN * self._kept_rate:
+        is_try = self.limit > self._kept
+        if is_try and self._kept_rate is not None and rate < MIN_GAIN * self._kept_rate:
             logger.debug(
                 "running: back to %d: %.1f rows/s at %d, %.1f before",
                 self._kept, rate, self.limit, self._kept_rate,
@@ -120,6 +121,11 @@ class RunLimit:
             self.limit = self._kept
             self._next_try_s = now_s + self._cooldown_s
             self._cooldown_s = min(2 * self._cooldown_s, MAX_COOLDOWN_S)
-        else:
+            return
+        if is_try:
             logger.debug("running: keep %d: %.1f rows/s", self.limit, rate)
-            self._kept, self._kept_rate, self._cooldown_s = self.limit, rate, COOLDOWN_S
+            self._cooldown_s = COOLDOWN_S
+        self._kept, self._kept_rate = self.limit, rate
+        if now_s >= self._next_try_s and self.limit < self._ceiling:
+            self.limit = min(self._ceiling, 2 * self.limit)
+            logger.debug("running: try %d, at %d %.1f rows/s", self.limit, self._kept, rate)

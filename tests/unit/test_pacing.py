@@ -35,6 +35,12 @@ def test_prompts_get_on_even_where_decodes_alone_miss_the_target():
     assert paced((0.5, 0, 4), (0.9, 64, 4)).num_rows == MIN_PREFILL_ROWS
 
 
+def test_where_the_target_is_out_of_reach_a_step_may_double():
+    pacer = paced((0.5, 0, 30), (0.9, 64, 30))
+    assert [pacer.limit(num_decoding) for num_decoding in (1, 30)] == [MIN_PREFILL_ROWS, 30]
+    assert paced((0.5, 0, 30), (0.9, 64, 30), pinned=40).limit(64) == 40
+
+
 def test_steps_that_say_nothing_of_a_mixed_step_teach_nothing():
     assert paced((9.0, 64, 0), (9.0, 64, 3)).num_rows == 64
     assert paced((0.01, 0, 3), (0.01, 64, 3), (0.009, 64, 3)).num_rows == 64
@@ -64,7 +70,7 @@ class Machine:
 
 
 def test_a_larger_crowd_that_pays_is_kept_up_to_the_ceiling():
-    assert Machine(lambda n: 100 * n, ceiling=30).run(60).seen == [8, 12, 18, 27, 30]
+    assert Machine(lambda n: 100 * n, ceiling=30).run(60).seen == [8, 16, 30]
 
 
 def test_a_larger_crowd_that_does_not_pay_is_sent_back_and_tried_ever_less_often():
@@ -75,7 +81,7 @@ def test_a_larger_crowd_that_does_not_pay_is_sent_back_and_tried_ever_less_often
         machine.run(0.1)
         if machine.limit.limit > before:
             tries.append(machine.now_s)
-    assert set(machine.seen) == {8, 12}
+    assert set(machine.seen) == {8, 16}
     gaps = [b - a for a, b in itertools.pairwise(tries)]
     assert gaps[0] >= COOLDOWN_S
     assert all(b > 1.5 * a for a, b in itertools.pairwise(gaps))
