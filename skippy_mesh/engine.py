@@ -180,7 +180,7 @@ class Engine:
         """Idle, so the ledger is empty: every lane of every stage must be, too."""
         try:
             held = [ends for ends in self._pipeline.lane_ends() if ends]
-        except StageLostError as error:
+        except Exception as error:  # as in a step
             self._recover(error)
             return
         if held:
