@@ -94,7 +94,11 @@ class EngineClient:
                     f"{len(self._sinks)} requests run or wait, and no more are let in: try later"
                 )
             self._sinks[request.request_id] = sink
-        self._channel.submit(request)
+        try:
+            self._channel.submit(request)
+        except BaseException:
+            self._sinks.pop(request.request_id, None)
+            raise
 
     def abort(self, request_id: str) -> bool:
         """End a request within one step; False if it is not open."""
@@ -139,7 +143,10 @@ class EngineClient:
 
     def _deliver(self, report: StepReport) -> None:
         if self._on_report is not None:
-            self._on_report(report)
+            try:
+                self._on_report(report)
+            except Exception:
+                logger.exception("a report could not be noted")
         for event in report.events:
             self._pass_on(event)
 
