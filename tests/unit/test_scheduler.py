@@ -12,7 +12,6 @@ import pytest
 
 from skippy_mesh.errors import RequestError, StageError
 from skippy_mesh.messages import StepResult
-from skippy_mesh.scheduler import scheduler as scheduler_module
 from skippy_mesh.scheduler import sequence as sequence_module
 from stages.fake import FakePipeline
 from tests.scheduling import Run, answer_alone, request, scheduler_of
@@ -302,11 +301,8 @@ def test_a_victim_keeps_its_tokens_and_is_computed_again_without_sampling(small_
     again_output = sum(plan.num_recompute_output for plan in run.plans)
     assert again - again_output == 10 * sum(plan.num_preempted for plan in run.plans)
     assert again_output
-    for plan in run.plans:
-        for part in plan.parts:
-            assert part.samples == (part.end >= part.sequence.num_prompt and not (
-                part.end - part.start == part.num_again and part.end < part.sequence.num_reached
-            )) or part.num_again  # fmt: skip
+    sampled = sum(part.samples for plan in run.plans for part in plan.parts)
+    assert sampled == 2 * 30, "one sample for each token, however often its row was computed"
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 4])
@@ -577,4 +573,3 @@ def test_only_steps_without_a_prompts_end_teach_the_pace(monkeypatch):
     assert learnt[0] == (16, 0)
     assert (4, 0) not in learnt
     assert learnt.count((0, 1)) == 3
-    assert scheduler_module.__doc__
