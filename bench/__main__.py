@@ -12,6 +12,7 @@ from skippy_mesh.errors import SkippyError
 COMMANDS = {
     "stage": "one stage's cost per step, without a server",
     "sweep": "throughput, latency and memory against the number of clients",
+    "serve": "ours against llama-server and llama.cpp RPC, in paired rounds, with targets",
     "peers": "build the servers the mesh is measured against",
 }
 

@@ -147,14 +147,15 @@ async def closed_loop(
     max_requests: int,
     send_s: float,
     drain_s: float,
+    first_index: int = 0,
 ) -> Run:
     """``num_clients`` clients, each sends its next request when its last one ended.
 
     Nothing new is sent after ``max_requests`` or ``send_s``; what is open then has ``drain_s`` to
-    finish before it is cut.
+    finish before it is cut. The requests are those of ``first_index`` on.
     """
     check_loopback(url)
-    indices = iter(range(max_requests))
+    indices = iter(range(first_index, first_index + max_requests))
     records: list[Record] = []
     cpu_s, start_s = time.process_time(), time.monotonic()
 

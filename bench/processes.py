@@ -41,11 +41,11 @@ def read_stat(pid: int) -> Stat | None:
 
 
 class ProcessTree:
-    """A process and all that came from it, orphans included as long as they were seen once."""
+    """Processes and all that came from them, orphans included as long as they were seen once."""
 
-    def __init__(self, root_pid: int):
-        stat = read_stat(root_pid)
-        self._known = {Process(root_pid, stat.started)} if stat else set()
+    def __init__(self, *root_pids: int):
+        found = {pid: stat for pid in root_pids if (stat := read_stat(pid))}
+        self._known = {Process(pid, stat.started) for pid, stat in found.items()}
 
     def living(self) -> set[Process]:
         pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
@@ -120,10 +120,10 @@ def machine_ticks() -> tuple[int, int]:
 class Watch:
     """What a server's processes used while they were watched, and what others took from them."""
 
-    def __init__(self, root_pid: int):
+    def __init__(self, *root_pids: int):
         self.engine, self.ray = Peak(), Peak()
         self.others_cpu_share: float | None = None  # of all cores; not the server, not this client
-        self._tree = ProcessTree(root_pid)
+        self._tree = ProcessTree(*root_pids)
         self._began = self._ticks()
 
     def look(self) -> None:

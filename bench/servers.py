@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from skippy_mesh.errors import RuntimeUnavailableError, UsageError
 READY_LINE = "skippy_mesh ready on "
 SAMPLE_S = 0.2
 STOP_S = 20.0
+WORKER_READY_S = 20.0
 
 
 def model_path(model: str) -> Path:
@@ -34,20 +36,44 @@ def model_path(model: str) -> Path:
     return path
 
 
-def mesh_command(model: str, *, stages: int, engine: str, num_cells: int) -> list[str]:
+def mesh_command(
+    model: str, *, stages: int, engine: str, num_cells: int, num_threads: int | None = None
+) -> list[str]:
+    threads = [] if num_threads is None else ["--threads", str(num_threads)]
     return [sys.executable, "-m", "skippy_mesh", "serve", model, "--stages", str(stages),
-            "--engine", engine, "--ctx-size", str(num_cells)]  # fmt: skip
+            "--engine", engine, "--ctx-size", str(num_cells), *threads]  # fmt: skip
 
 
 def llama_server_command(
-    program: Path, model: Path, *, num_slots: int, num_cells: int
+    program: Path, model: Path, *, num_slots: int, num_cells: int, num_threads: int | None = None
 ) -> list[str]:
     """The strongest fair peer: same file, KV type and cells, one pool shared by all its slots.
     Its prompt caches are off because no prompt comes twice."""
     return [str(program), "-m", str(model), "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0",
-            "-t", str(os.cpu_count() or 1), "-np", str(num_slots), "--kv-unified",
+            "-t", str(num_threads or os.cpu_count() or 1), "-np", str(num_slots), "--kv-unified",
             "-c", str(num_cells), "--no-cache-prompt", "--cache-ram", "0", "--offline",
             "--no-ui", "--host", "127.0.0.1"]  # fmt: skip
+
+
+def rpc_flags(ports: Sequence[int]) -> list[str]:
+    """Every layer on the RPC workers, as many on each; what is then left to llama-server is the
+    lookup of embeddings and the sampling."""
+    servers = ",".join(f"127.0.0.1:{port}" for port in ports)
+    return ["--rpc", servers, "-ngl", "99", "-ts", ",".join("1" * len(ports))]
+
+
+def check_split(log_lines: Sequence[str], num_workers: int) -> dict[str, float]:
+    """MiB of weights on each RPC worker, as llama-server tells at ``-lv 4``; an error if one got
+    none or a layer stayed behind: that would be a peer other than the one it is called."""
+    text = "\n".join(log_lines)
+    sizes = dict(re.findall(r"load_tensors: (RPC\S+) model buffer size = +([\d.]+) MiB", text))
+    layers = re.search(r"offloaded (\d+)/(\d+) layers", text)
+    if len(sizes) != num_workers or layers is None or layers[1] != layers[2]:
+        where = layers[0] if layers else "no layer offloaded"
+        raise RuntimeUnavailableError(
+            f"llama-server put weights on {len(sizes)} of {num_workers} RPC workers ({where})"
+        )
+    return {name: float(size) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +82,7 @@ class Server:
     url: str
     pid: int
     log_path: Path
+    worker_pids: tuple[int, ...] = ()  # started beside it; they count as this server's
 
     def log_lines(self) -> list[str]:
         return self.log_path.read_text(errors="replace").splitlines()
@@ -67,7 +94,7 @@ class Server:
     @contextlib.contextmanager
     def watched(self) -> Iterator[Watch]:
         """Memory peaks and CPU of this server while the block runs, looked at every 0.2 s."""
-        watch, over = Watch(self.pid), threading.Event()
+        watch, over = Watch(self.pid, *self.worker_pids), threading.Event()
 
         def keep_looking() -> None:
             watch.look()
@@ -123,23 +150,59 @@ def end(child: subprocess.Popen[bytes], tree: ProcessTree) -> None:
 
 
 @contextlib.contextmanager
-def running(name: str, command: list[str], *, ready_s: float = 180) -> Iterator[Server]:
-    """The server ``command`` on a free loopback port: healthy inside the block, gone after it."""
-    port = free_port()
+def child(command: list[str], log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """``command`` as a process with its words in ``log_path``; it and all of its own end here."""
     # The peer's settings left in the environment would change what is measured unseen, and on a
     # cluster that was there before the stages would not be ours to watch.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("LLAMA_ARG_", "RAY_ADDRESS"))}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True, env=env,
+        )  # fmt: skip
+    tree = ProcessTree(process.pid)
+    try:
+        yield process
+    finally:
+        end(process, tree)
+
+
+@contextlib.contextmanager
+def running(name: str, command: list[str], *, ready_s: float = 180) -> Iterator[Server]:
+    """The server ``command`` on a free loopback port: healthy inside the block, gone after it."""
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="bench-") as home:
         log_path = Path(home) / "server.log"
-        with log_path.open("wb") as log:
-            child = subprocess.Popen(
-                [*command, "--port", str(port)], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True, env=env,
-            )  # fmt: skip
-        tree = ProcessTree(child.pid)
-        try:
-            server = Server(name, f"http://127.0.0.1:{port}", child.pid, log_path)
-            wait_until_healthy(server, child, ready_s)
+        with child([*command, "--port", str(port)], log_path) as process:
+            server = Server(name, f"http://127.0.0.1:{port}", process.pid, log_path)
+            wait_until_healthy(server, process, ready_s)
             yield server
-        finally:
-            end(child, tree)
+
+
+@contextlib.contextmanager
+def rpc_workers(
+    program: Path, count: int, *, num_threads: int
+) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+    """``count`` llama.cpp RPC servers on this machine: their ports and their pids."""
+    ports = [free_port() for _ in range(count)]
+    with contextlib.ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        pids = []
+        for port in ports:
+            command = [str(program), "--threads", str(num_threads), "--host", "127.0.0.1",
+                       "--port", str(port)]  # fmt: skip
+            log_path = home / f"{port}.log"
+            process = stack.enter_context(child(command, log_path))
+            wait_until_open(port, process, log_path)
+            pids.append(process.pid)
+        yield ports, tuple(pids)
+
+
+def wait_until_open(port: int, process: subprocess.Popen[bytes], log_path: Path) -> None:
+    give_up_s = time.monotonic() + WORKER_READY_S
+    while time.monotonic() < give_up_s and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.05)
+    tail = log_path.read_text(errors="replace")[-2000:]
+    raise RuntimeUnavailableError(f"the RPC worker does not listen; its last words:\n{tail}")

@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=1, help="per stage (%(default)s)")
     parser.add_argument("--no-ray", action="store_true", help="leave out the hop")
     parser.add_argument("--families", action="store_true", help="the profile's cost instead")
+    parser.add_argument("--load", action="store_true", help="what loading costs instead")
     return run(parser.parse_args(argv))
 
 
@@ -225,6 +226,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(compare(args.rounds, args.steps, args.threads)))
         return 0
     model = ModelFile.open(demo_path() if args.model == "demo" else args.model)
+    if args.load:
+        from bench.startup import compare as compare_loads
+
+        print(json.dumps(compare_loads(model, args.rounds, args.threads)))
+        return 0
     print(f"{model.paths[0].name}: {args.threads} threads, depth {DEPTH}, "
           f"{args.rounds} rounds of {args.steps} steps")  # fmt: skip
     print(f"{'rows':>5} {'plain ms':>9} {'host share':>11} {'1 stage/plain':>14} "

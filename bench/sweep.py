@@ -74,14 +74,14 @@ def why_void(summary: dict[str, object]) -> str | None:
     return None if summary["completed"] else "no request finished in time"
 
 
-def describe(run: Run, settings: Settings, level: int) -> dict[str, object]:
+def describe(run: Run, num_requests: int) -> dict[str, object]:
     """A point of one arm: its numbers, or why there are none; the counts in any case."""
     summary = summarise(run)
     counts = ("sent", "completed", "failed", "cut", "errors")
     reason = why_void(summary)
     if reason is not None:
         return {"void": reason, **{key: summary[key] for key in counts}}
-    missing = settings.num_requests(level) - len(run.records)
+    missing = num_requests - len(run.records)
     note = None
     if summary["cut"] or missing:
         note = (
@@ -91,9 +91,13 @@ def describe(run: Run, settings: Settings, level: int) -> dict[str, object]:
     return {"void": None, "cut_by_time": note, **summary}
 
 
-def check_warm(server: Server, settings: Settings) -> None:
+def published(command: list[str]) -> list[str]:
+    """File names only: a result is published, the folders of a machine are not."""
+    return [Path(word).name if "/" in word else word for word in command]
+
+
+def check_warm(server: Server, one: Workload) -> None:
     """The first request pays for what is done once, so no point counts it."""
-    one = settings.workload("warm-up")
     run = asyncio.run(
         closed_loop(server.url, one, num_clients=1, max_requests=1, send_s=1, drain_s=120)
     )
@@ -106,7 +110,7 @@ def check_warm(server: Server, settings: Settings) -> None:
 def measure(settings: Settings, arm: str, level: int, round_: int) -> tuple[Run, dict[str, object]]:
     command = settings.command(arm, level)
     with running(arm, command) as server:
-        check_warm(server, settings)
+        check_warm(server, settings.workload("warm-up"))
         with server.watched() as watch:
             run = asyncio.run(
                 closed_loop(
@@ -120,10 +124,9 @@ def measure(settings: Settings, arm: str, level: int, round_: int) -> tuple[Run,
             )
         ready_line = server.ready_line()
     return run, {
-        **describe(run, settings, level),
+        **describe(run, settings.num_requests(level)),
         "peak_memory": {"engine": watch.engine.as_json(), "ray": watch.ray.as_json()},
-        # File names only: a result is published, the folders of a machine are not.
-        "command": [Path(word).name if "/" in word else word for word in command],
+        "command": published(command),
         "ready_line": ready_line,
         "others_cpu_share": watch.others_cpu_share,
     }

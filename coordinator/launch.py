@@ -138,7 +138,7 @@ def _local_mesh(spec: StageSpec, settings: EngineSettings, parallel: int | None)
     def run() -> None:
         try:
             info = head.load()
-            plan, limit = _engine_plan([info], settings, parallel)
+            plan, limit = engine_plan([info], settings, parallel)
             head.prepare(plan)
         except BaseException as error:
             loading.set_exception(error)
@@ -161,7 +161,7 @@ def _ray_mesh(
     specs: Sequence[StageSpec], settings: EngineSettings, parallel: int | None, mesh_name: str
 ) -> Iterator[Mesh]:
     with stage_actors(specs, mesh_name=mesh_name, first=Head) as (actors, infos):
-        plan, limit = _engine_plan(infos, settings, parallel)
+        plan, limit = engine_plan(infos, settings, parallel)
         head = actors[0]
         ray.get(head.prepare.remote(plan, actors[1:]))
         channel = RemoteHead(head)
@@ -175,9 +175,10 @@ def _ray_mesh(
             ray.wait([serving], timeout=_END_S)
 
 
-def _engine_plan(
-    infos: Sequence[StageInfo], settings: EngineSettings, parallel: int | None
+def engine_plan(
+    infos: Sequence[StageInfo], settings: EngineSettings, parallel: int | None = None
 ) -> tuple[EnginePlan, Ceiling]:
+    """What the engine over these stages may do: the least of what each can."""
     limit = ceiling([info.capacity for info in infos], parallel=parallel)
     capacity = mesh_capacity([info.capacity for info in infos])
     rules = replace(infos[0].rules, max_rows=min(info.rules.max_rows for info in infos))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import codecs
 import functools
+import importlib.metadata
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -202,7 +204,6 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def run_serve(args: argparse.Namespace) -> int:
     from skippy_mesh.gateway.server import listen, serve
-    from skippy_mesh.telemetry import Telemetry
     from stages.tokenizer import Tokenizer
 
     model = open_model(args.model, allow_unproven=args.allow_unproven)
@@ -210,14 +211,16 @@ def run_serve(args: argparse.Namespace) -> int:
     engine = "baseline" if args.engine == "baseline" else "mesh"
     with ExitStack() as stack:
         sock = stack.enter_context(listen(args.host, args.port))
-        tokenizer = Tokenizer(str(model.paths[0]))
         model_name = "demo" if args.model == "demo" else model.paths[0].stem
-        telemetry = stack.enter_context(
-            closing(Telemetry(model_name=model_name, step_log=args.step_log))
-        )
+        telemetry = stack.enter_context(closing(telemetry_of(args, model, model_name, engine)))
+        tokenizer = Tokenizer(str(model.paths[0]))
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
         mesh = stack.enter_context(open_mesh(args, model, engine=engine))
-        telemetry.describe([info.capacity for info in mesh.infos], mesh.ceiling.value)
+        telemetry.describe(
+            [info.capacity for info in mesh.infos],
+            terms=mesh.ceiling.terms,
+            binding=mesh.ceiling.binding,
+        )
         limit = mesh.ceiling.value
         max_queue = max(4 * limit, 16) if args.max_queue is None else args.max_queue
         if max_queue < 0:
@@ -229,13 +232,36 @@ def run_serve(args: argparse.Namespace) -> int:
             client,
             tokenizer,
             model_name=model_name,
-            check_alive=mesh.check_alive,
+            check_alive=lambda: mesh.check_alive() or client.problem(),
             api_keys=[key for key in args.api_key.split(",") if key],
             why_inexact=why_inexact(mesh.infos),
             metrics=telemetry.render,
+            on_reject=telemetry.reject,
             ready=functools.partial(ready_text, mesh, engine),
         )
     return 0
+
+
+def telemetry_of(
+    args: argparse.Namespace, model: ModelFile, model_name: str, engine: str
+) -> Telemetry:
+    """What ``/metrics`` and ``--step-log`` show; an unwritable log is found here."""
+    from skippy_mesh.step_log import StepLog
+    from skippy_mesh.telemetry import Telemetry
+
+    borders = (0, *cuts_of(args, model), model.num_layers)
+    build = {
+        "version": __version__,
+        "llama_cpp": importlib.metadata.version("llama-cpp-python"),
+        "backend": "cpu",
+        "layout": ",".join(f"{lo}:{hi}" for lo, hi in itertools.pairwise(borders)),
+    }
+    return Telemetry(
+        model_name=model_name,
+        build=build,
+        step_log=None if args.step_log is None else StepLog(args.step_log),
+        counts_steps=engine != "baseline",
+    )
 
 
 _READY = """\

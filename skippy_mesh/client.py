@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -18,6 +19,8 @@ from skippy_mesh.messages import Request, StepReport, TokenEvent
 
 logger = logging.getLogger(__name__)
 
+STALL_S = 120.0
+END_S = 15.0  # an engine that hangs must not keep its server from ending
 Sink = Callable[[TokenEvent], None]
 
 
@@ -56,7 +59,8 @@ class EngineClient:
     """Submits to ``channel`` and passes each event to its request's sink, on a thread of its own.
 
     ``max_open`` bounds the requests that run or wait. ``on_report`` gets every report first, on
-    the same thread. Any thread may call the methods.
+    the same thread; the last one ends what is open and knows no state. Any thread may call the
+    methods.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class EngineClient:
         max_model_len: int,
         max_open: int,
         on_report: Callable[[StepReport], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.max_model_len = max_model_len
         self._max_open = max_open
@@ -74,6 +79,8 @@ class EngineClient:
         self._sinks: dict[str, Sink] = {}
         self._lock = threading.Lock()
         self._end: str | None = None
+        self._clock = clock
+        self._progress_s = clock()
         self._thread = threading.Thread(target=self._read, name="reports", daemon=True)
         self._thread.start()
 
@@ -93,6 +100,8 @@ class EngineClient:
                 raise QueueFullError(
                     f"{len(self._sinks)} requests run or wait, and no more are let in: try later"
                 )
+            if not self._sinks:
+                self._progress_s = self._clock()
             self._sinks[request.request_id] = sink
         try:
             self._channel.submit(request)
@@ -106,6 +115,13 @@ class EngineClient:
             return False
         self._channel.abort(request_id)
         return True
+
+    def problem(self) -> str | None:
+        """Why no request can succeed now: the engine has ended, or has work and does not get on."""
+        silent_s = self._clock() - self._progress_s
+        if self._end is None and self._sinks and silent_s > STALL_S:
+            return f"no step has ended for {silent_s:.0f} s, with {self.num_open} requests open"
+        return self._end
 
     def generate(self, request: Request) -> Iterator[TokenEvent]:
         """The events of one request; leaving early aborts it."""
@@ -125,12 +141,13 @@ class EngineClient:
         with self._lock:
             self._end = self._end or "the engine is shutting down"
         self._channel.close()
-        self._thread.join()
+        self._thread.join(END_S)
 
     def _read(self) -> None:
         reason = "the engine is shutting down"
         try:
             for report in self._channel.reports():
+                self._progress_s = self._clock()
                 self._deliver(report)
         except Exception as error:
             logger.warning("the engine is lost: %s", error)
@@ -138,15 +155,15 @@ class EngineClient:
         with self._lock:
             self._end = reason
             left = list(self._sinks)
-        for request_id in left:
-            self._pass_on(TokenEvent(request_id=request_id, finish_reason="error", error=reason))
+        ends = [TokenEvent(request_id=r, finish_reason="error", error=reason) for r in left]
+        self._deliver(StepReport(tuple(ends)))
 
     def _deliver(self, report: StepReport) -> None:
         if self._on_report is not None:
             try:
                 self._on_report(report)
-            except Exception:
-                logger.exception("a report could not be noted")
+            except Exception:  # who only watches must not end requests
+                logger.exception("the observer of reports failed")
         for event in report.events:
             self._pass_on(event)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from skippy_mesh.config import EngineSettings, StepRules
-from skippy_mesh.errors import RequestError, StageLostError
+from skippy_mesh.errors import RequestError, StageError, StageLostError
 from skippy_mesh.messages import (
     Request,
     StepBatch,
@@ -87,8 +87,9 @@ class EnginePlan:
 class Engine:
     """Runs a :class:`Scheduler`'s steps on ``pipeline`` and hands ``report`` one message a step.
 
-    Only the thread that calls :meth:`run` (or :meth:`step`) touches scheduler and pipeline;
-    ``report`` is called there and must not block.
+    Only the thread that calls :meth:`run` (or :meth:`turn`) touches scheduler and pipeline;
+    ``report`` is called there and must not block. Idle, the ledger is compared with what llama.cpp
+    holds on every stage; with ``checks_integrity`` also whenever nothing is in flight.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class Engine:
         report: Callable[[StepReport], None],
         *,
         clock: Callable[[], float] = time.perf_counter,
+        checks_integrity: bool = False,
     ):
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._pipeline = pipeline
         self._report = report
         self._clock = clock
@@ -107,6 +109,7 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._scheduler_s = 0.0
         self._is_closing = False
+        self._checks_integrity = checks_integrity
         self.problem: str | None = None
 
     def submit(self, request: Request) -> None:
@@ -123,42 +126,50 @@ class Engine:
 
     def run(self) -> None:
         """Steps while there is work, waits while there is none, until :meth:`close`."""
-        while not (self._is_closing and not self._scheduler.has_work):
-            self._take_commands(wait=not self._scheduler.has_work)
+        while not (self._is_closing and not self.scheduler.has_work):
             try:
-                self.step()
+                self.turn()
             except Exception as error:  # a bug of ours must not leave clients waiting
                 logger.exception("the engine failed")
                 self._fail(f"internal engine error: {type(error).__name__}")
 
+    def turn(self) -> None:
+        """Take what has been asked, waiting for it where there is nothing to do, and step."""
+        self._take_commands(wait=not self.scheduler.has_work)
+        self.step()
+
     def step(self) -> None:
         """Fill the pipeline, take the oldest answer, tell the gateway."""
         while (batch := self._schedule()) is not None:
-            self._pending.append((self._pipeline.submit(batch), self._clock()))
+            started_s = self._clock()  # submit returns when stage 0 is done
+            self._pending.append((self._pipeline.submit(batch), started_s))
         if self._pending:
             self._commit(*self._pending.popleft())
         self._say(None)
 
     def _schedule(self) -> StepBatch | None:
         started_s = self._clock()
-        batch = self._scheduler.schedule()
+        batch = self.scheduler.schedule()
         self._scheduler_s += self._clock() - started_s
         return batch
 
-    def _commit(self, pending: Pending, sent_s: float) -> None:
+    def _commit(self, pending: Pending, started_s: float) -> None:
         try:
             result = pending.result()
             answered_s = self._clock()
-            plan = self._scheduler.commit(result)
+            plan = self.scheduler.commit(result)
         except Exception as error:  # whatever a stage met, no request may vanish
             self._recover(error)
             return
         if plan.parts:
             self._scheduler_s += self._clock() - answered_s
-            self._say(self._record(plan, result, answered_s - sent_s))
+            step_s = answered_s - started_s
+            self._say(self._record(plan, result, step_s))
             self._scheduler_s = 0.0
-            self._scheduler.observe(plan, step_s=answered_s - sent_s, now_s=answered_s)
-        if not self._scheduler.has_work:
+            self.scheduler.observe(plan, step_s=step_s, now_s=answered_s)
+        else:  # ids have come back
+            self._report(StepReport((), state=self.scheduler.snapshot()))
+        if not self.scheduler.has_work or (self._checks_integrity and not self._pending):
             self._check_integrity()
 
     def _recover(self, error: Exception) -> None:
@@ -167,30 +178,33 @@ class Engine:
         if isinstance(error, StageLostError):
             self._fail(str(error))
         else:
-            self._scheduler.recover(str(error))
+            self.scheduler.recover(str(error))
 
     def _fail(self, problem: str) -> None:
         """No step can succeed any more: everything open ends, and nothing is let in."""
         self.problem = problem
         self._pending.clear()
-        self._scheduler.fail_all(problem)
+        self.scheduler.fail_all(problem)
         self._say(None)
 
     def _check_integrity(self) -> None:
-        """Idle, so the ledger is empty: every lane of every stage must be, too."""
+        """Every stage must hold what the ledger says, no more and no less; nothing is in flight."""
         try:
-            held = [ends for ends in self._pipeline.lane_ends() if ends]
-        except Exception as error:  # as in a step
+            found = self._pipeline.lane_ends()
+        except StageError as error:
             self._recover(error)
             return
-        if held:
-            logger.error("idle, yet stages hold lanes %s: all memory is cleared", held)
-            self._scheduler.recover("lanes were left behind")
+        expected = self.scheduler.lane_ends(found)
+        if found != expected:
+            logger.error("stages hold %s, the ledger says %s: starting over", found, expected)
+            self.scheduler.recover("a stage's memory is not what it should be")
 
     def _say(self, record: StepRecord | None) -> None:
-        events = self._scheduler.take_events()
-        if events or record is not None:
+        events = self.scheduler.take_events()
+        if record is not None:
             self._report(StepReport(tuple(events), record))
+        elif events:
+            self._report(StepReport(tuple(events), state=self.scheduler.snapshot()))
 
     def _record(self, plan: Plan, result: StepResult, step_s: float) -> StepRecord:
         num_recompute_output = plan.num_recompute_output
@@ -198,7 +212,7 @@ class Engine:
             epoch=result.epoch,
             step_id=plan.step_id,
             kind=plan.kind,
-            state=self._scheduler.snapshot(),
+            state=self.scheduler.snapshot(),
             admitted=plan.num_admitted,
             resumed=plan.num_resumed,
             preempted=plan.num_preempted,
@@ -224,7 +238,7 @@ class Engine:
             wait = False
             if command is None:
                 self._is_closing = True
-                self._scheduler.abort_all()
+                self.scheduler.abort_all()
                 return
             command()
 
@@ -232,12 +246,12 @@ class Engine:
         reason = self.problem or ("the engine is shutting down" if self._is_closing else None)
         if reason is None:
             try:
-                self._scheduler.add(request)
+                self.scheduler.add(request)
             except RequestError as error:
                 reason = str(error)
         if reason is not None:
             refusal = TokenEvent(request_id=request.request_id, finish_reason="error", error=reason)
-            self._report(StepReport((refusal,)))
+            self._report(StepReport((refusal,), state=self.scheduler.snapshot()))
 
     def _abort(self, request_id: str) -> None:
-        self._scheduler.abort(request_id)
+        self.scheduler.abort(request_id)

@@ -234,7 +234,12 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The one message a step sends to the gateway. ``record`` is None when no rows were run."""
+    """The one message a step sends to the gateway.
+
+    ``record`` is None when no rows were run; ``state`` says then where the scheduler stands, None
+    if that is not known.
+    """
 
     events: tuple[TokenEvent, ...]
     record: StepRecord | None = None
+    state: Snapshot | None = None

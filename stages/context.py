@@ -64,7 +64,9 @@ class StageContext:
     written unscaled (a later stage of a family that scales its input). Without ``takes_rows`` the
     graph is fed a token id for each, over whose embedding the row is written. ``is_recurrent``
     families take decode rows or one lane's chunk in a step, never both. ``profile`` is the whole
-    mesh's. ``weights_of`` shares another's loaded weights, and must be closed before it.
+    mesh's. ``weights_of`` shares another's loaded weights, and must be closed before it. With
+    ``stop_after_layers``, not on the last stage, the hidden states are those behind so many layers
+    and the rest is not computed.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class StageContext:
         takes_rows: bool = True,
         profile: Profile = PLAIN,
         weights_of: StageContext | None = None,
+        stop_after_layers: int | None = None,
     ):
         load_library()
         allow_tiled_kernels(profile.tiled)
@@ -93,7 +96,7 @@ class StageContext:
         self.num_layers: int = llama_cpp.llama_model_n_layer(self._model)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.num_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
-        last = "" if is_last else f"l_out-{self.num_layers - 1}"
+        last = "" if is_last else f"l_out-{(stop_after_layers or self.num_layers) - 1}"
         self._tap = _new_tap(last, restored) if last or restored else None
         # Beside the lanes: the grave of stages/memory.py, then the lanes of padding rows.
         self.num_lanes = config.num_lanes

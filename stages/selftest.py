@@ -1,9 +1,10 @@
 """Proof, on the real weights and this CPU, that company does not change a row's bits.
 
 A profile (``profile.py``) is an expectation; ``exact`` is claimed only for what this test saw. One
-lane takes a short prompt and decodes, alone and then among 2, 4, 8 and 33 others, some of which
-leave on the way, and every output is compared bit for bit. Inputs are random hidden states: which
-kernel runs does not depend on them. The verdict is kept on disk, so a second start costs nothing.
+lane takes a short prompt and decodes, first alone and then in a company that grows from step to
+step to 33 others, after one that came before it has left; every output is compared bit for bit.
+Inputs are random hidden states: which kernel runs does not depend on them. It runs on some of the
+stage's layers (``views.py``), and the verdict is kept on disk, so a second start costs nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,91 +23,98 @@ from skippy_mesh.messages import Remove
 from stages.batch import Floats, Rows
 from stages.context import StageContext
 from stages.disk import cache_dir, write_text
+from stages.views import View
 
-CROWDS = (2, 4, 8, 33)
-RECURRENT_CROWDS = (2, 4, 8)  # each lane costs a state row, tens of megabytes in a real model
-_NUM_CELLS = 512
-_CHUNK, _NUM_DECODES = 4, 3  # a multiple of every pad, so that recurrent families take it whole
-_VERSION = 3
+CROWDS = (8, 2, 2, 2, 4, 33)
+"""How many others share the prompt's step, then each decode step. Kernels change from 2 rows on, at
+8, and by fours: 12 rows are all in fours, 3 are all remainder, 5 and 34 are both, and 34 bring an
+expert of a mixture its eight. A hundred rows of a layer take as long as loading it, so there are no
+more; the small steps are cheap, and it takes several to show an order of cells that is wrong."""
+RECURRENT_CROWDS = (8, 2, 2, 2, 4)  # each lane costs a state row, tens of megabytes in real models
+_NUM_CELLS = 256
+_CHUNK = 4  # a multiple of every pad, so that recurrent families take it whole
+# Who leaves had as many cells: reused too early, they take in the subject's next three rows.
+_NUM_LEFT = 3 * _CHUNK
+_VERSION = 4
 
 
 def failure_of(context: StageContext, *, is_recurrent: bool, crowds: Sequence[int]) -> str | None:
     """None if the subject's bits are the same in every company, else in which they were not.
 
-    ``context`` is empty and has a lane more than the largest crowd's company and one; it is left
-    empty.
+    ``context`` is empty and has two lanes more than the largest crowd; it is left empty.
     """
-    subject = _Subject(context, is_recurrent=is_recurrent)
-    alone = subject.run(0)
-    for size in crowds:
-        for step, (found, expected) in enumerate(zip(subject.run(size), alone, strict=True)):
-            if not np.array_equal(found.view(np.uint32), expected.view(np.uint32)):
-                off = float(np.abs(found - expected).max())
-                return f"a row's results change among {size} others (step {step}, by {off:.2g})"
+    subject = _Subject(context, num_steps=len(crowds), is_recurrent=is_recurrent)
+    alone = subject.run([0] * len(crowds))
+    for step, (found, expected) in enumerate(zip(subject.run(crowds), alone, strict=True)):
+        if not np.array_equal(found.view(np.uint32), expected.view(np.uint32)):
+            off = float(np.abs(found - expected).max())
+            return f"a row's results change among {crowds[step]} others (step {step}, by {off:.2g})"
     return None
 
 
 class _Subject:
     """Lane 0 and the company it is given. Runs the same steps whatever the company."""
 
-    def __init__(self, context: StageContext, *, is_recurrent: bool):
+    def __init__(self, context: StageContext, *, num_steps: int, is_recurrent: bool):
         self._context = context
         self._is_recurrent = is_recurrent
         rng = np.random.default_rng(1)
-        shape = (_CHUNK + _NUM_DECODES + 1, context.num_embd)
+        shape = (_CHUNK + num_steps - 1, context.num_embd)
         self._own = rng.standard_normal(shape).astype(np.float32)
         self._others = rng.standard_normal((context.num_lanes, context.num_embd)).astype(np.float32)
+        self._next_places = [0] * context.num_lanes
 
-    def run(self, num_others: int) -> list[Floats]:
-        """Outputs of the subject, one array per step."""
-        context, others = self._context, range(1, 1 + num_others)
-        leaver = 1 + num_others
+    def run(self, crowds: Sequence[int]) -> list[Floats]:
+        """Outputs of the subject, one array per step, the k-th among ``crowds[k]`` others."""
+        context, leaver = self._context, 1 + max(crowds)
+        self._next_places = [0] * context.num_lanes
         try:
-            if num_others:
-                # So many cells that, reused too early, they would take in the subject's next row.
-                num_rows = _CHUNK * (1 + num_others // _CHUNK)
-                self._decode([(leaver, place) for place in range(num_rows)])
-            outputs = [self._step(range(_CHUNK), others, [0] * num_others)]
-            if num_others:
+            if any(crowds):
+                self._decode([leaver] * _NUM_LEFT)
+            outputs = [self._step(_CHUNK, crowds[0])]
+            if any(crowds):
                 context.apply(Remove(leaver))  # its cells lie below the subject's
-            for step in range(_NUM_DECODES):
-                outputs.append(self._step([_CHUNK + step], others, [1 + step] * num_others))
-            return outputs
+            return outputs + [self._step(1, num_others) for num_others in crowds[1:]]
         finally:
             context.clear()
 
-    def _step(self, own: Sequence[int], others: Sequence[int], places: Sequence[int]) -> Floats:
-        """The subject's outputs for its positions ``own``, its rows between the others'."""
-        if self._is_recurrent and len(own) > 1:
-            for lane, place in zip(others, places, strict=True):
-                self._decode([(lane, place)])
-            return self._decode([(0, place) for place in own])
-        half = len(others) // 2
-        pairs = list(zip(others, places, strict=True))
-        return self._decode([*pairs[:half], *((0, place) for place in own), *pairs[half:]])
+    def _step(self, num_own: int, num_others: int) -> Floats:
+        """The subject's outputs for its next ``num_own`` rows, which lie between the others'."""
+        own, others = [0] * num_own, list(range(1, 1 + num_others))
+        if self._is_recurrent and num_own > 1:
+            if others:
+                self._decode(others)
+            return self._decode(own)
+        half = num_others // 2
+        return self._decode([*others[:half], *own, *others[half:]])
 
-    def _decode(self, rows: Sequence[tuple[int, int]]) -> Floats:
-        lanes = [lane for lane, _ in rows]
+    def _decode(self, lanes: Sequence[int]) -> Floats:
+        """The subject's outputs of a step with the next row of each of ``lanes``, in that order."""
+        places = []
+        for lane in lanes:
+            places.append(self._next_places[lane])
+            self._next_places[lane] += 1
         inputs = np.array(
-            [self._own[place] if lane == 0 else self._others[lane] for lane, place in rows]
-        )
+            [self._own[place] if lane == 0 else self._others[lane]
+             for lane, place in zip(lanes, places, strict=True)]
+        )  # fmt: skip
         # Only a lane's last row is an output, as in real steps; elsewhere every row comes back.
-        flags = [lane != 0 or row == len(rows) - 1 or lanes[row + 1] != 0
+        flags = [lane != 0 or row == len(lanes) - 1 or lanes[row + 1] != 0
                  for row, lane in enumerate(lanes)]  # fmt: skip
-        output = self._context.decode(Rows(lanes, [place for _, place in rows], flags, inputs))
-        kept = lanes if len(output) == len(rows) else list(itertools.compress(lanes, flags))
+        output = self._context.decode(Rows(lanes, places, flags, inputs))
+        kept = lanes if len(output) == len(lanes) else list(itertools.compress(lanes, flags))
         mine: Floats = output[np.array([lane == 0 for lane in kept], bool)].copy()
         return mine
 
 
 def verdict(
     key: Sequence[str],
-    new_contexts: Sequence[Callable[[ContextConfig], StageContext]],
+    views: Sequence[View],
     config: ContextConfig,
     *,
     is_recurrent: bool,
 ) -> str | None:
-    """:func:`failure_of` fresh contexts, or what it said for the same ``key`` before."""
+    """:func:`failure_of` each view until one fails, or what it said for the same ``key`` before."""
     name = hashlib.sha256("\n".join((str(_VERSION), *key)).encode()).hexdigest()[:16]
     path = cache_dir() / "selftest" / f"{name}.json"
     known = _read(path)
@@ -116,12 +124,9 @@ def verdict(
     num_lanes = max(crowds) + 2  # the subject, its company, and one that leaves
     config = replace(config, num_cells=_NUM_CELLS, num_lanes=num_lanes, max_rows=64)
     failure = None
-    for new_context in new_contexts:
-        context = new_context(config)
-        try:
+    for view in views:
+        with view(config) as context:
             failure = failure_of(context, is_recurrent=is_recurrent, crowds=crowds)
-        finally:
-            context.close()
         if failure is not None:
             break
     write_text(path, json.dumps({"failure": failure, "of": list(key)}))

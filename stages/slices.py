@@ -14,7 +14,10 @@ Architectures that insist on ``output.weight``, too, get both: a second row of z
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -62,6 +65,29 @@ def cached_slice(model: ModelFile, lo: int, hi: int, progress: Progress | None =
     return out
 
 
+@contextmanager
+def temporary_slice(model: ModelFile, lo: int, hi: int, *, max_vocab: int) -> Iterator[Path | None]:
+    """The slice of layers [lo, hi) in a file without a name; None where none can be written.
+
+    It is gone with its last user, however that ends, and is never flushed: it is read back at once.
+    The path holds inside the block only, but whoever has mapped the file by then keeps it. Of the
+    head it has the rows of the first ``max_vocab`` tokens.
+    """
+    plan = _Plan.of(model, lo, hi, max_vocab)
+    with ExitStack() as stack:
+        try:
+            cache_dir().mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(tempfile.TemporaryFile(dir=cache_dir()))
+            path = Path(f"/proc/self/fd/{file.fileno()}")
+            is_usable = path.exists() and shutil.disk_usage(cache_dir()).free > plan.num_bytes
+            if is_usable:
+                plan.write(file, None)
+                file.flush()
+        except OSError:  # of the cache: what goes wrong with the model is a ModelFileError
+            is_usable = False
+        yield path if is_usable else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """What a slice consists of. ``tensors`` have their new names and their source's places."""
@@ -71,10 +97,11 @@ class _Plan:
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, model: ModelFile, lo: int, hi: int) -> _Plan:
+    def of(cls, model: ModelFile, lo: int, hi: int, max_vocab: int | None = None) -> _Plan:
         check_slice(model.family, model.facts, lo, hi)
-        tensors = tuple(_tensors(model, lo, hi))
-        return cls(model, encode_header(_metadata(model, lo, hi), tensors), tensors)
+        num_vocab = _num_vocab(model, hi, max_vocab)
+        tensors = tuple(_tensors(model, lo, hi, num_vocab))
+        return cls(model, encode_header(_metadata(model, lo, hi, num_vocab), tensors), tensors)
 
     @property
     def num_bytes(self) -> int:
@@ -107,11 +134,23 @@ def _chunks(model: ModelFile, tensor: Tensor) -> Iterator[bytes]:
             left -= len(chunk)
 
 
-def _tensors(model: ModelFile, lo: int, hi: int) -> Iterator[Tensor]:
+def _num_vocab(model: ModelFile, hi: int, max_vocab: int | None) -> int:
+    """How many rows the slice's vocabulary has."""
+    if hi < model.num_layers:
+        return 1
+    if max_vocab is None or len(_head(model)) > 1:  # scales of a head are for all of its rows
+        return model.num_vocab
+    return min(max_vocab, model.num_vocab)
+
+
+def _tensors(model: ModelFile, lo: int, hi: int, num_vocab: int) -> Iterator[Tensor]:
     if hi < model.num_layers:
         yield Tensor(TOKEN_EMBD, GGMLQuantizationType.F32, (model.width, 1))
         if _keeps_head(model):
             yield Tensor(f"{_HEAD}weight", GGMLQuantizationType.F32, (model.width, 1))
+    elif num_vocab < model.num_vocab:
+        # Rows lie one after the other, so the first of them are the beginning of its bytes.
+        yield replace(_head(model)[0], shape=(model.width, num_vocab))
     else:
         yield from _head(model)
     for tensor in model.tensors.values():
@@ -134,7 +173,7 @@ def _keeps_head(model: ModelFile) -> bool:
     return model.family.needs_head and f"{_HEAD}weight" in model.tensors
 
 
-def _metadata(model: ModelFile, lo: int, hi: int) -> dict[str, Value]:
+def _metadata(model: ModelFile, lo: int, hi: int, num_vocab: int) -> dict[str, Value]:
     metadata = {
         key: _of_layers(key, value, model, lo, hi)
         for key, value in model.metadata.items()
@@ -142,7 +181,7 @@ def _metadata(model: ModelFile, lo: int, hi: int) -> dict[str, Value]:
     }
     own = f"{model.architecture}."
     metadata[f"{own}block_count"] = Value.u32(hi - lo)
-    metadata[f"{own}vocab_size"] = Value.u32(model.num_vocab if hi == model.num_layers else 1)
+    metadata[f"{own}vocab_size"] = Value.u32(num_vocab)
     if f"{own}nextn_predict_layers" in metadata:
         metadata[f"{own}nextn_predict_layers"] = Value.u32(0)
     dense = f"{own}leading_dense_block_count"

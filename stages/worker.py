@@ -7,14 +7,13 @@ failure the engine starts all stages afresh by raising the epoch.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from skippy_mesh.config import EXACT_KV_TYPES, ContextConfig, StageSpec, StepRules
+from skippy_mesh.config import EXACT_KV_TYPES, StageSpec, StepRules
 from skippy_mesh.errors import InvalidBatchError, StageError, StepOrderError
 from skippy_mesh.messages import StageTime, StepBatch, StepResult
 from skippy_mesh.scheduler.memory import Capacity
@@ -34,6 +33,7 @@ from stages.profile import (
 )
 from stages.sampling import Sampler
 from stages.slices import cached_slice
+from stages.views import Loaded, new_context, views_of
 
 Progress = Callable[[int, int], None]
 
@@ -43,7 +43,8 @@ class StageInfo:
     """What a loaded stage says of itself; a snapshot, never read from the running context.
 
     ``capacity`` is what requests can use, ``rules`` what a step may hold. ``why_inexact`` is None
-    when the self-test proved that company does not change a row's bits.
+    when the self-test proved that company does not change a row's bits. ``load_s`` is all of
+    :meth:`StageWorker.load`, of which the self-test took ``self_test_s``.
     """
 
     index: int
@@ -60,6 +61,8 @@ class StageInfo:
     profile: Profile
     why_inexact: str | None
     process_id: int
+    load_s: float
+    self_test_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,105 +96,25 @@ class StageWorker:
 
     def load(self, progress: Progress | None = None) -> StageInfo:
         """Cut the slice if the cache lacks it, load it, prove it, and measure."""
+        started = time.perf_counter()
         spec = self.spec
         model = ModelFile.open(spec.model_path, allow_unproven=spec.allow_unproven)
         profile = PLAIN
         if spec.context.exact:
             profile = choose_profile(matrix_types(model.tensors.values()), can_repack=can_repack())
         path = cached_slice(model, spec.first_layer, spec.end_layer, progress)
-
-        def new_context(
-            config: ContextConfig, weights_of: StageContext | None, is_last: bool = spec.is_last
-        ) -> StageContext:
-            return StageContext(
-                path,
-                config,
-                is_last=is_last,
-                is_recurrent=model.family.is_recurrent,
-                scaled_input="" if spec.is_first else model.family.scaled_input,
-                takes_rows=model.family.takes_rows,
-                profile=profile,
-                weights_of=weights_of,
-            )
-
-        context = self._context = new_context(spec.context, None)
+        context = self._context = new_context(
+            model, path, spec.context,
+            first_layer=spec.first_layer, is_last=spec.is_last, profile=profile,
+        )  # fmt: skip
         if spec.is_first:
             self._embedding = Embedding(model)
-        # The last stage, too, is asked for its hidden states: a quantised head rounds away most of
-        # what differs, until one day it does not.
-        views = (False, True) if spec.is_last else (False,)
-        why_inexact = self._why_inexact(
-            model,
-            profile,
-            [functools.partial(new_context, weights_of=context, is_last=view) for view in views],
-        )
-        self._info = self._describe(context, model, profile, why_inexact)
+        loaded = Loaded(model=model, spec=spec, profile=profile, path=path, context=context)
+        before = time.perf_counter()
+        why_inexact = _why_inexact(loaded)
+        now = time.perf_counter()
+        self._info = _describe(loaded, why_inexact, load_s=now - started, self_test_s=now - before)
         return self._info
-
-    def _why_inexact(
-        self,
-        model: ModelFile,
-        profile: Profile,
-        new_contexts: Sequence[Callable[[ContextConfig], StageContext]],
-    ) -> str | None:
-        config = self.spec.context
-        if not config.exact:
-            return "switched off (--exact off)"
-        if not model.family.is_proven:
-            return f"nothing is proven of architecture {model.architecture} (--allow-unproven)"
-        if config.kv_type not in EXACT_KV_TYPES:
-            return f"with {config.kv_type} KV, attention rounds by the shape of a step"
-        key = (
-            model.digest, f"{self.spec.first_layer}:{self.spec.end_layer}", machine_key(),
-            config.kv_type, str(config.num_threads), repr(profile),
-        )  # fmt: skip
-        failure = selftest.verdict(
-            key, new_contexts, config, is_recurrent=model.family.is_recurrent
-        )
-        if failure is None:
-            return None
-        types = ", ".join(sorted(matrix_types(model.tensors.values())))
-        return f"the self-test failed: {failure}; weights are {types}, {profile}"
-
-    def _describe(
-        self,
-        context: StageContext,
-        model: ModelFile,
-        profile: Profile,
-        why_inexact: str | None,
-    ) -> StageInfo:
-        memory = context.memory()
-        return StageInfo(
-            index=self.spec.index,
-            num_stages=self.spec.num_stages,
-            first_layer=self.spec.first_layer,
-            end_layer=self.spec.end_layer,
-            num_cells=context.num_cells,
-            max_trained_tokens=model.max_trained_tokens,
-            capacity=self._capacity(context, model),
-            rules=StepRules(
-                max_rows=context.max_rows,
-                is_homogeneous=model.family.step_rule == "homogeneous",
-                chunk_multiple=profile.pad if model.family.is_recurrent else 1,
-                replays_in_chunks=replays_in_chunks(model.family, model.tensors),
-            ),
-            weight_bytes=memory.weight_bytes,
-            context_bytes=memory.context_bytes,
-            rss_bytes=memory.rss_bytes,
-            profile=profile,
-            why_inexact=why_inexact,
-            process_id=os.getpid(),
-        )
-
-    def _capacity(self, context: StageContext, model: ModelFile) -> Capacity:
-        layers = model.family.layer_kinds(model.facts)[self.spec.first_layer : self.spec.end_layer]
-        kinds = frozenset[str]().union(*layers)
-        return Capacity(
-            lanes=context.num_lanes,
-            attention=context.num_cells if "attention" in kinds else None,
-            window=context.num_cells if "window" in kinds else None,
-            recurrent=context.num_lanes if "recurrent" in kinds else None,
-        )
 
     def forward(self, batch: StepBatch, hidden: Hidden | None = None) -> StepResult | Hidden | None:
         """Run ``batch``: its result on the last stage, on any other the rows for the next stage,
@@ -331,3 +254,68 @@ class StageWorker:
         if self._context is None:
             raise StageError(f"{self!r} is not loaded")
         return self._context
+
+
+def _why_inexact(stage: Loaded) -> str | None:
+    model, config = stage.model, stage.spec.context
+    if not config.exact:
+        return "switched off (--exact off)"
+    if not model.family.is_proven:
+        return f"nothing is proven of architecture {model.architecture} (--allow-unproven)"
+    if config.kv_type not in EXACT_KV_TYPES:
+        return f"with {config.kv_type} KV, attention rounds by the shape of a step"
+    key = (
+        model.digest, f"{stage.spec.first_layer}:{stage.spec.end_layer}", machine_key(),
+        config.kv_type, str(config.num_threads), repr(stage.profile),
+    )  # fmt: skip
+    failure = selftest.verdict(key, views_of(stage), config, is_recurrent=model.family.is_recurrent)
+    if failure is None:
+        return None
+    types = ", ".join(sorted(matrix_types(model.tensors.values())))
+    return f"the self-test failed: {failure}; weights are {types}, {stage.profile}"
+
+
+def _describe(
+    stage: Loaded, why_inexact: str | None, *, load_s: float, self_test_s: float
+) -> StageInfo:
+    spec, context, memory = stage.spec, stage.context, stage.context.memory()
+    return StageInfo(
+        index=spec.index,
+        num_stages=spec.num_stages,
+        first_layer=spec.first_layer,
+        end_layer=spec.end_layer,
+        num_cells=context.num_cells,
+        max_trained_tokens=stage.model.max_trained_tokens,
+        capacity=_capacity(stage),
+        rules=_rules(stage),
+        weight_bytes=memory.weight_bytes,
+        context_bytes=memory.context_bytes,
+        rss_bytes=memory.rss_bytes,
+        profile=stage.profile,
+        why_inexact=why_inexact,
+        process_id=os.getpid(),
+        load_s=load_s,
+        self_test_s=self_test_s,
+    )
+
+
+def _capacity(stage: Loaded) -> Capacity:
+    context, spec = stage.context, stage.spec
+    layers = stage.model.family.layer_kinds(stage.model.facts)[spec.first_layer : spec.end_layer]
+    kinds = frozenset[str]().union(*layers)
+    return Capacity(
+        lanes=context.num_lanes,
+        attention=context.num_cells if "attention" in kinds else None,
+        window=context.num_cells if "window" in kinds else None,
+        recurrent=context.num_lanes if "recurrent" in kinds else None,
+    )
+
+
+def _rules(stage: Loaded) -> StepRules:
+    family = stage.model.family
+    return StepRules(
+        max_rows=stage.context.max_rows,
+        is_homogeneous=family.step_rule == "homogeneous",
+        chunk_multiple=stage.profile.pad if family.is_recurrent else 1,
+        replays_in_chunks=replays_in_chunks(family, stage.model.tensors),
+    )

@@ -20,7 +20,7 @@ from skippy_mesh.messages import Copy, Remove, StepBatch
 from stages.batch import Floats
 from stages.gguf_file import ModelFile
 from stages.pipeline import LocalPipeline
-from stages.profile import choose_profile, matrix_types
+from stages.profile import choose_profile, matrix_types, replays_in_chunks
 from stages.reference import Reference
 from stages.worker import StageWorker
 from tests.reference import step_of
@@ -69,16 +69,8 @@ class Made:
 
     @property
     def can_replay_in_chunks(self) -> bool:
-        """Whether a row has the same bits in a chunk as when it was decoded.
-
-        Qwen3-next's linear attention multiplies its output (``ssm_out``) sequence by sequence: in a
-        decode step each is one row, whatever the padding, and no padding makes that kernel a
-        chunk's.
-        """
-        return self.model.family.name != "linear" or (
-            self.model.tensors["blk.0.ssm_out.weight"].type.name
-            not in ("F32", "F16", "BF16", "Q2_K", "Q4_K")
-        )
+        """Whether a row has the same bits in a chunk as when it was decoded."""
+        return replays_in_chunks(self.model.family, self.model.tensors)
 
     def alone(self, story: Story) -> Floats:
         """Logits of every position, ``[n_tokens, n_vocab]``."""

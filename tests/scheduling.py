@@ -133,7 +133,7 @@ class Run:
         self.pipeline.lane_ends()
         for stage in self.pipeline._stages:
             # After a failure a stage is emptied by the first step of the new epoch.
-            assert not stage.histories or stage._epoch < self.scheduler._epoch, "lanes left behind"
+            assert not stage.histories or stage._epoch < self.scheduler.epoch, "lanes left behind"
         assert self.ends.keys() == self.asked.keys()
 
     def names(self) -> set[str]:

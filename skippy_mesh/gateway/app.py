@@ -62,15 +62,17 @@ def create_app(
     api_keys: Sequence[str] = (),
     limits: Limits | None = None,
     metrics: Callable[[], bytes] = bytes,
+    on_reject: Callable[[str], None] | None = None,
 ) -> FastAPI:
     """The application.
 
     ``health`` answers at once: None when the mesh can serve, :data:`LOADING` while it starts, else
     the reason it cannot, in words fit for a client. ``exact_reason`` says why ``exact`` is false.
-    ``metrics`` renders the page at ``/metrics``.
+    ``metrics`` renders the page at ``/metrics``; ``on_reject`` gets the code of every refused
+    generation.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Edge, api_keys=api_keys)
+    app.add_middleware(Edge, api_keys=api_keys, on_reject=on_reject)
     app.add_exception_handler(HTTPException, _answer_error)
     gateway = Gateway(engine, tokenizer, model_name=model_name, health=health, limits=limits)
     status: dict[str, object] = {"status": "ok", "exact": exact}
@@ -85,7 +87,8 @@ def create_app(
         return JSONResponse({"status": "ok"})
 
     async def answer_metrics() -> Response:
-        return Response(metrics(), media_type="text/plain; version=0.0.4")
+        page = await asyncio.to_thread(metrics)  # milliseconds, and tokens are on their way
+        return Response(page, media_type="text/plain; version=0.0.4")
 
     app.add_api_route("/metrics", answer_metrics, methods=["GET"])
     for path in ("/health", "/v1/health"):

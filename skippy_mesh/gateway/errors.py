@@ -10,7 +10,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -23,6 +23,7 @@ from skippy_mesh.errors import RequestError
 logger = logging.getLogger(__name__)
 
 PUBLIC_PATHS = frozenset({"/livez", "/ping", "/health", "/v1/health", "/metrics"})
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 RETRY_AFTER_S = 5
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TYPES = {
@@ -115,12 +116,19 @@ class Edge:
     """The outermost layer: names the request, checks its key, answers for whatever fails inside.
 
     ``scope["state"]["request_id"]`` is the id that the reply's header will carry; a route may
-    still change it until the reply starts.
+    still change it until the reply starts. ``on_reject`` gets the code of every refused generation.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str] = ()):
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Sequence[str] = (),
+        on_reject: Callable[[str], None] | None = None,
+    ):
         self._app = app
         self._keys = [key.encode() for key in api_keys]
+        self._on_reject = on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -147,7 +155,11 @@ class Edge:
         except Exception as error:
             if has_started:
                 raise
-            await to_api_error(error).response()(scope, receive, send_named)
+            reply = to_api_error(error)
+            # A 500 is no refusal: the engine had the request, and counts how it ended.
+            if self._on_reject and scope["path"] in GENERATION_PATHS and reply.status != 500:
+                self._on_reject(reply.code)
+            await reply.response()(scope, receive, send_named)
 
     def _check_key(self, headers: Headers) -> None:
         if not self._keys:

@@ -77,6 +77,7 @@ def serve(
     api_keys: Sequence[str],
     why_inexact: str | None,
     metrics: Callable[[], bytes],
+    on_reject: Callable[[str], None],
     ready: Callable[[str], str],
 ) -> None:
     """Serve until a signal, then close ``client``. ``ready(url)`` is printed when requests are
@@ -91,6 +92,7 @@ def serve(
         exact=why_inexact is None,
         exact_reason=why_inexact,
         metrics=metrics,
+        on_reject=on_reject,
     )
     config = uvicorn.Config(
         app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S + _ABORT_S

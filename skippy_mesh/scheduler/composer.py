@@ -91,8 +91,7 @@ class Composer:
         return self._chunk(sequence, num_free_cells)
 
     def _chunk(self, sequence: Sequence, limit: int) -> Rows:
-        num_rows = min(self._chunk_end(sequence) - sequence.num_scheduled, limit,
-                       self._rules.max_chunk)  # fmt: skip
+        num_rows = min(self._chunk_rows(sequence), limit, self._rules.max_chunk)
         num_rows -= num_rows % self._rules.chunk_multiple
         return [(sequence, num_rows)] if num_rows > 0 else []
 
@@ -111,17 +110,14 @@ class Composer:
 
     def _is_decoding(self, sequence: Sequence) -> bool:
         """One row a step from here on."""
-        if self._rules.is_homogeneous:
-            num_chunked = self._chunk_end(sequence) - sequence.num_scheduled
-            # The row of a new token may reach the next multiple, and is no chunk for that.
-            return num_chunked < max(self._rules.chunk_multiple, 2)
-        return sequence.num_left <= 1
+        return self._chunk_rows(sequence) == 0
 
-    def _chunk_end(self, sequence: Sequence) -> int:
-        """Where chunks end and single rows begin."""
-        whole = not self._rules.is_homogeneous or self._rules.replays_in_chunks
-        num_tokens = sequence.num_known if whole else sequence.num_prompt
-        return num_tokens - num_tokens % self._rules.chunk_multiple
+    def _chunk_rows(self, sequence: Sequence) -> int:
+        """Rows that may go in chunks; 0 where what is left goes row by row."""
+        end = sequence.num_known if self._rules.replays_in_chunks else sequence.num_prompt
+        num_rows = max(end - sequence.num_scheduled, 0)
+        num_rows -= num_rows % self._rules.chunk_multiple
+        return num_rows if num_rows > 1 else 0
 
 
 def _on_trial(running: Iterable[Sequence]) -> Sequence | None:

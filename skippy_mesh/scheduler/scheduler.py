@@ -12,6 +12,7 @@ tokens, goes to the front of the queue and is computed again.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping
 
 from skippy_mesh.config import StepRules
 from skippy_mesh.errors import RequestError, StageError
@@ -67,7 +68,7 @@ class Scheduler:
         self._open: dict[str, Sequence] = {}
         self._ended: list[TokenEvent] = []
         self._num_turns = 0
-        self._epoch = -1
+        self.epoch = -1
         self._start_epoch()
 
     @property
@@ -132,7 +133,7 @@ class Scheduler:
         forgot fails alone.
         """
         plan = self.in_flight[0]
-        _check_result(plan, self._epoch, result)
+        _check_result(plan, self.epoch, result)
         self.in_flight.popleft()
         for lane in plan.removed:
             self._ledger.confirm(lane)
@@ -188,6 +189,15 @@ class Scheduler:
                 reasons["lane" if lacks == "lanes" else "memory"] += 1
         return reasons
 
+    def lane_ends(self, stages: Iterable[Mapping[int, int]]) -> list[dict[int, int]]:
+        """How many positions each lane must hold on every one of ``stages``; those that are to be
+        removed may still hold what they do."""
+        held = {s.lane: s.num_computed for s in self.running if s.num_computed}
+        leaving = set(self._removed)
+        return [
+            held | {lane: end for lane, end in ends.items() if lane in leaving} for ends in stages
+        ]
+
     def recover(self, reason: str) -> None:
         """The oldest batch in flight failed on a stage, so all stages start over empty.
 
@@ -221,7 +231,7 @@ class Scheduler:
 
     def _start_epoch(self) -> None:
         """All stages are empty, or will be when they see the new epoch."""
-        self._epoch += 1
+        self.epoch += 1
         self._next = Plan(0)
         self._ledger = Ledger(self._capacity)
         self.running = RunningSet()
@@ -303,7 +313,7 @@ class Scheduler:
         new_lanes, self._new_lanes = self._new_lanes, {}
         self._next = Plan(plan.step_id + 1)
         self.in_flight.append(plan)
-        return plan.batch(self._epoch, new_lanes)
+        return plan.batch(self.epoch, new_lanes)
 
     # -- ends --------------------------------------------------------------------------------------
 

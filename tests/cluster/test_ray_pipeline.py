@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -23,7 +24,8 @@ from skippy_mesh.errors import (
     UsageError,
 )
 from skippy_mesh.messages import Copy, Remove, SamplingParams, StepBatch
-from skippy_mesh.wire import encode_activations, encode_step
+from skippy_mesh.wire import Hidden, encode_activations, encode_step
+from stages.pipeline import RayPipeline, check_alive
 from tests.models import make_llama
 from tests.reference import Reference, assert_same_bits, mixed_steps, step_of
 
@@ -63,7 +65,13 @@ names = (f"mesh{number}" for number in itertools.count())
 
 def start(model, cuts=(2,), num_layers=6):
     specs = specs_of(model, num_layers, cuts, CONTEXT)
-    return stage_actors(specs, mesh_name=next(names))
+    return pipeline_of(specs)
+
+
+@contextlib.contextmanager
+def pipeline_of(specs):
+    with stage_actors(specs, mesh_name=next(names)) as (actors, infos):
+        yield RayPipeline(actors, infos)
 
 
 epochs = itertools.count(1)
@@ -136,7 +144,7 @@ def test_a_step_out_of_order_is_refused_and_changes_nothing(pipeline, model, wro
 def test_activations_of_another_step_are_refused(pipeline):
     first, second = numbered([rows(0, 0, 5), rows(0, 5, 6)])
     pipeline.logits(first)
-    foreign = encode_activations(second.epoch, 9, np.zeros((1, 192), np.float32))
+    foreign = encode_activations(second.epoch, 9, Hidden(np.zeros((1, 192), np.float32)))
     with pytest.raises(StepOrderError) as caught:
         ray.get(pipeline.actors[1].step_logits.remote(encode_step(second), foreign))
     assert isinstance(caught.value, ray.exceptions.RayTaskError)
@@ -186,7 +194,7 @@ def test_memory_operations_reach_every_stage(pipeline, model):
 
 
 def test_live_stages_say_so_and_what_they_are(pipeline, model):
-    assert pipeline.check_alive() is None
+    assert check_alive(pipeline.actors) is None
     assert [(info.first_layer, info.end_layer) for info in pipeline.infos] == [(0, 2), (2, 6)]
     assert len({info.process_id for info in pipeline.infos} | {os.getpid()}) == 3
 
@@ -222,7 +230,7 @@ def test_a_stage_killed_midway_is_an_error_that_names_it(model, victim):
         assert isinstance(error, StageError)
         assert f"stage {victim}" in str(error)
         assert "\n" not in str(error)
-        assert f"stage {victim}" in pipeline.check_alive()
+        assert f"stage {victim}" in check_alive(pipeline.actors)
         with pytest.raises(StageError, match=f"stage {victim}"):
             pipeline.logits(numbered([rows(0, 0, 1)])[0])
 

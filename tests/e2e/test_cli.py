@@ -218,6 +218,7 @@ USAGES = {
     "port beyond all": (("serve", "demo", "--port", "99999"), "99999"),
     "host of no name": (("serve", "demo", "--host", "no.such.host.invalid"), "no.such.host"),
     "engine of no name": (("serve", "demo", "--engine", "steam"), "steam"),
+    "log in no folder": (("serve", "demo", "--port", "0", "--step-log", "/no/log"), "/no/log"),
     "temperature 9": ((*GENERATE, "--temp", "9"), "temperature"),
     "temperature nan": ((*GENERATE, "--temp", "nan"), "temperature"),
     "top_p 0": ((*GENERATE, "--top-p", "0"), "top_p"),

@@ -362,7 +362,7 @@ SETTINGS = Settings(
 
 
 def point_of(*records: Record) -> dict[str, Any]:
-    point = describe(Run(records=list(records), client_cpu_share=0.1), SETTINGS, 4)
+    point = describe(Run(records=list(records), client_cpu_share=0.1), SETTINGS.num_requests(4))
     return {**point, "peak_memory": None, "others_cpu_share": 0.4}
 
 

@@ -214,7 +214,7 @@ def test_lanes_left_behind_on_a_stage_are_found_when_idle_and_cleared(caplog):
         served.ask(request("a")).take()
         while served.scheduler.has_work:
             served.engine.step()
-    assert "stages hold lanes [{7: 3}]" in caplog.text
+    assert "stages hold [{}, {7: 3}], the ledger says [{}, {}]" in caplog.text
     served.ask(request("b")).run()
     assert served.pipeline.lane_ends() == [{}, {}]
     assert_answers(served, [request("a"), request("b")])

@@ -18,10 +18,10 @@ import httpx
 import pytest
 import uvicorn
 
-from skippy_mesh.engine import Engine
 from skippy_mesh.gateway.app import create_app
 from skippy_mesh.messages import SamplingParams, StepBatch
 from stages.fake import BOS, FakePipeline, FakeTokenizer, babble, recite
+from tests.engines import RunningEngine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 12}
@@ -43,37 +43,28 @@ class Gate:
         self.seen.extend(batch.tokens)
 
 
-def new_engine(pipeline: FakePipeline) -> Engine:
-    return Engine(pipeline, max_model_len=512, max_rows=64)
-
-
 @contextmanager
 def serving(
-    pipeline: FakePipeline | None = None, *, engine: Engine | None = None, **options: Any
+    pipeline: FakePipeline | None = None, *, engine: RunningEngine | None = None, **options: Any
 ) -> Iterator[httpx.Client]:
-    engine = engine or new_engine(pipeline or FakePipeline())
+    engine = engine or RunningEngine(pipeline or FakePipeline())
     settings = {"model_name": "fake/one", "health": lambda: None, "exact": True, **options}
-    app = create_app(engine, settings.pop("tokenizer", FakeTokenizer()), **settings)
+    app = create_app(engine.client, settings.pop("tokenizer", FakeTokenizer()), **settings)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     # The protocol by name: asyncio sets TCP_NODELAY only on sockets that say they are TCP, and
     # without it every reply waits 40 ms for the client's delayed acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
-    threads = [
-        threading.Thread(target=engine.run),
-        threading.Thread(target=server.run, kwargs={"sockets": [listener]}),
-    ]
-    for thread in threads:
-        thread.start()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
     try:
         eventually(lambda: server.started)
         with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
             yield client
     finally:
-        engine.close()
+        engine.stop()
         server.should_exit = True
-        for thread in threads:
-            thread.join()
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -275,13 +266,13 @@ def test_the_model_is_listed_and_found_by_its_name(client: httpx.Client) -> None
 
 def test_request_ids_are_echoed_made_and_kept_apart() -> None:
     gate = Gate()
-    engine = new_engine(FakePipeline(on_step=gate))
+    engine = RunningEngine(FakePipeline(on_step=gate))
     with serving(engine=engine) as client, ThreadPoolExecutor() as pool:
         posts = [
             pool.submit(client.post, COMPLETIONS, json=ONCE, headers={"X-Request-Id": "mine"})
             for _ in range(2)
         ]
-        eventually(lambda: gate.reached.is_set() and engine.num_waiting == 1)
+        eventually(lambda: gate.reached.is_set() and engine.client.num_open == 2)
         gate.opened.set()
         named = sorted(post.result().headers["X-Request-Id"] for post in posts)
         assert named == ["mine", "mine-2"]

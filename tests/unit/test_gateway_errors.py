@@ -18,6 +18,7 @@ from skippy_mesh.gateway.errors import Edge
 from skippy_mesh.gateway.streaming import Limits
 from skippy_mesh.messages import StepBatch
 from stages.fake import FakePipeline
+from tests.engines import RunningEngine
 from tests.unit.test_gateway import (
     CHAT,
     COMPLETIONS,
@@ -25,8 +26,8 @@ from tests.unit.test_gateway import (
     ONCE,
     ask,
     chunks,
-    new_engine,
     serving,
+    shown,
 )
 
 
@@ -170,16 +171,27 @@ def test_an_unhealthy_mesh_refuses_new_requests() -> None:
 
 
 class Broken:
-    """Fails the step at which the lane's position ``position`` is computed, once."""
+    """Fails the step at which the lane's position ``position`` is computed, so many times: after
+    the first the engine tries once more."""
 
-    def __init__(self, position: int):
+    def __init__(self, position: int, *, times: int = 2):
         self.position = position
-        self.has_failed = False
+        self.times = times
 
     def __call__(self, batch: StepBatch) -> None:
-        if self.position in batch.positions and not self.has_failed:
-            self.has_failed = True
+        if self.position in batch.positions and self.times:
+            self.times -= 1
             raise RuntimeError("/secret/path")
+
+
+@pytest.mark.parametrize("position", [0, 8])
+def test_a_step_that_fails_once_is_a_pause_and_nothing_else(position: int) -> None:
+    with serving() as client:
+        expected = shown(ask(client, COMPLETIONS, ONCE)["choices"][0])
+    broken = Broken(position, times=1)
+    with serving(FakePipeline(on_step=broken)) as client:
+        assert shown(ask(client, COMPLETIONS, ONCE)["choices"][0]) == expected
+    assert broken.times == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -201,9 +213,9 @@ def test_a_failure_after_output_is_an_error_event() -> None:
 
 
 def test_a_closing_engine_refuses_new_requests() -> None:
-    engine = new_engine(FakePipeline())
+    engine = RunningEngine(FakePipeline())
     with serving(engine=engine) as client:
-        engine.close()
+        engine.client.close()
         response = client.post(CHAT, json=HELLO)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
 

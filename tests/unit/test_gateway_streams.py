@@ -16,11 +16,11 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from skippy_mesh.engine import Engine
 from skippy_mesh.gateway.app import create_app
 from skippy_mesh.gateway.streaming import Limits
 from skippy_mesh.messages import StepBatch
 from stages.fake import FakePipeline, FakeTokenizer
+from tests.engines import RunningEngine
 from tests.unit.test_gateway import (
     CHAT,
     COMPLETIONS,
@@ -29,7 +29,6 @@ from tests.unit.test_gateway import (
     Gate,
     ask,
     eventually,
-    new_engine,
     serving,
 )
 
@@ -101,22 +100,9 @@ def test_a_plain_reader_that_leaves_frees_its_cells() -> None:
         assert slow.last_position < 250
 
 
-class WatchedEngine(Engine):
-    """Remembers which requests it was told to end."""
-
-    def __init__(self, pipeline: FakePipeline):
-        super().__init__(pipeline, max_model_len=512, max_rows=64)
-        self.aborted: list[str] = []
-
-    def abort(self, request_id: str) -> bool:
-        was_open = super().abort(request_id)
-        self.aborted.append(request_id)
-        return was_open
-
-
 def test_a_reader_that_leaves_the_queue_costs_nothing() -> None:
     gate = Gate()
-    engine = WatchedEngine(FakePipeline(on_step=gate))
+    engine = RunningEngine(FakePipeline(on_step=gate))
     with serving(engine=engine) as client, ThreadPoolExecutor() as pool:
         first = pool.submit(ask, client, COMPLETIONS, ONCE)
         assert gate.reached.wait(5)
@@ -127,18 +113,18 @@ def test_a_reader_that_leaves_the_queue_costs_nothing() -> None:
         eventually(lambda: engine.aborted == ["gone"])
         gate.opened.set()
         first.result()
-        eventually(lambda: engine.num_waiting == 0)
+        eventually(lambda: engine.client.num_open == 0)
         ask(client, COMPLETIONS, ONCE)
         assert ord("Z") not in gate.seen
 
 
 def test_a_reader_that_stops_reading_is_ended_and_blocks_nobody() -> None:
     pipeline = FakePipeline()
-    engine = new_engine(pipeline)
+    engine = RunningEngine(pipeline)
     limits = Limits(max_pending=8, stall_timeout_s=0.05)
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    app = create_app(engine, FakeTokenizer(), model_name="fake", health=lambda: None, limits=limits)
+    app = create_app(
+        engine.client, FakeTokenizer(), model_name="fake", health=lambda: None, limits=limits
+    )
     body = json.dumps({**ENDLESS, "stream": True}).encode()
     received: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Message] = []
@@ -159,13 +145,12 @@ def test_a_reader_that_stops_reading_is_ended_and_blocks_nobody() -> None:
         eventually(lambda: pipeline.histories == {})
         assert len(sent) == 3, "the stalled reader was not told more than it took"
     finally:
-        engine.close()
-        thread.join()
+        engine.stop()
 
 
 def test_many_readers_that_leave_at_any_moment_leave_nothing_behind() -> None:
     pipeline = FakePipeline(on_step=Slow(0.0005))
-    engine = new_engine(pipeline)
+    engine = RunningEngine(pipeline)
 
     def leave_after(num_lines: int) -> None:
         with stream(client, max_tokens=40) as response:
@@ -174,5 +159,5 @@ def test_many_readers_that_leave_at_any_moment_leave_nothing_behind() -> None:
 
     with serving(engine=engine) as client, ThreadPoolExecutor(8) as pool:
         list(pool.map(leave_after, range(0, 48, 2)))
-        eventually(lambda: engine.num_waiting == 0 and pipeline.histories == {})
+        eventually(lambda: engine.client.num_open == 0 and pipeline.histories == {})
         ask(client, CHAT, HELLO)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skippy_mesh import wire
 from skippy_mesh.errors import InvalidBatchError, RequestError
-from skippy_mesh.messages import Copy, Remove, SamplingParams, StepBatch
+from skippy_mesh.messages import Copy, Remove, SamplingParams, StageTime, StepBatch
 
 lanes = st.integers(0, 255)
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -59,6 +59,10 @@ EXAMPLE = batch_of(
 )  # fmt: skip
 
 
+STAGES = (StageTime(0.25, 0.5, 1), StageTime(1e-9, 0.0, 0))
+ONES = wire.Hidden(np.ones((3, 4), np.float32), STAGES)
+
+
 @given(batches)
 def test_a_step_survives_the_wire(batch):
     assert wire.decode_step(wire.encode_step(batch)) == batch
@@ -67,14 +71,19 @@ def test_a_step_survives_the_wire(batch):
 def test_activations_survive_the_wire_bit_for_bit():
     rows = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
     rows[0, :4] = [-0.0, 1e-45, 3.4e38, -1e-38]
-    epoch, step_id, back = wire.decode_activations(wire.encode_activations(2, 9, rows))
+    epoch, step_id, back = wire.decode_activations(
+        wire.encode_activations(2, 9, wire.Hidden(rows, STAGES))
+    )
     assert (epoch, step_id) == (2, 9)
-    assert np.array_equal(back.view(np.uint32), rows.view(np.uint32))
+    assert np.array_equal(back.rows.view(np.uint32), rows.view(np.uint32))
+    assert back.stages == STAGES
 
 
 def test_a_strided_view_is_sent_as_what_it_shows():
     rows = np.arange(64, dtype=np.float32).reshape(8, 8)[::2, ::2]
-    assert np.array_equal(wire.decode_activations(wire.encode_activations(0, 0, rows))[2], rows)
+    assert np.array_equal(
+        wire.decode_activations(wire.encode_activations(0, 0, wire.Hidden(rows)))[2].rows, rows
+    )
 
 
 @pytest.mark.parametrize("kind", ["step", "activations"])
@@ -82,7 +91,10 @@ def test_every_truncation_is_refused(kind):
     frame, decode = (
         (wire.encode_step(EXAMPLE), wire.decode_step)
         if kind == "step"
-        else (wire.encode_activations(0, 0, np.ones((3, 4), np.float32)), wire.decode_activations)
+        else (
+            wire.encode_activations(0, 0, ONES),
+            wire.decode_activations,
+        )
     )
     for length in range(len(frame)):
         with pytest.raises(InvalidBatchError):
@@ -115,7 +127,7 @@ def edited(frame: bytes, index: int, value: object) -> bytes:
 @pytest.mark.parametrize(
     ("index", "value", "reason"),
     [
-        (0, 2, "version 2, this stage speaks 1"),
+        (0, 1, "version 1, this stage speaks 2"),
         (1, wire.KIND_ACTIVATIONS, "kind"),
         (2, "0", "expected an integer"),
         (4, [["r", 0, 0, -1]] * (wire.MAX_OPERATIONS + 1), "operations"),
@@ -131,9 +143,9 @@ def test_a_bad_field_is_refused_by_name(index, value, reason):
 
 @pytest.mark.parametrize("shape", [(3, 5), (2**31, 0), (wire.MAX_ROWS + 1, 1), (-1, -12)])
 def test_a_shape_that_does_not_match_its_payload_is_refused(shape):
-    frame = wire.encode_activations(0, 0, np.ones((3, 4), np.float32))
+    frame = wire.encode_activations(0, 0, ONES)
     with pytest.raises(InvalidBatchError):
-        wire.decode_activations(edited(edited(frame, 4, shape[0]), 5, shape[1]))
+        wire.decode_activations(edited(edited(frame, 5, shape[0]), 6, shape[1]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""``--step-log``: a JSON object a line, one for each step that computed rows.
+
+It is an instrument, so it never takes the server with it: a disk that is full ends the log and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from skippy_mesh.errors import UsageError
+from skippy_mesh.messages import StepRecord
+from skippy_mesh.scheduler.memory import Capacity
+from skippy_mesh.step_totals import cells
+
+logger = logging.getLogger(__name__)
+
+
+class StepLog:
+    """A new file at ``path``; :class:`UsageError` if there can be none.
+
+    Every line is written at once and whole, so that whoever follows the file sees complete steps.
+    """
+
+    def __init__(self, path: str | Path):
+        self._path = path
+        try:
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        except (OSError, ValueError) as error:  # a NUL byte in the path is a ValueError
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"cannot write the step log {str(path)!r}: {reason}") from error
+
+    def write(self, line: Mapping[str, object]) -> None:
+        if self._file.closed:
+            return
+        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self._give_up(str(error.strerror))
+            return
+        if written != len(data):
+            self._give_up("no space for a whole line")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _give_up(self, reason: str) -> None:
+        logger.warning("the step log %s ends here, serving goes on: %s", self._path, reason)
+        try:
+            self._file.close()
+        except OSError as error:  # some file systems say only now what failed before
+            logger.debug("closing it failed, too: %s", error)
+
+
+def step_line(
+    record: StepRecord,
+    waits_s: Sequence[float],
+    stages: Sequence[Capacity],
+    *,
+    finished: int,
+    cancelled: int,
+) -> dict[str, object]:
+    """The line of one step; ``stage_ms``, ``wait_ms`` and ``kv`` are lists over the stages.
+
+    ``admitted`` includes those resumed, ``finished`` those cancelled.
+    """
+    state = record.state
+    return {
+        "epoch": record.epoch,
+        "step_id": record.step_id,
+        "kind": record.kind,
+        "rows": record.num_rows,
+        "in_flight": record.batches_in_flight,
+        "running": state.running,
+        "waiting": sum(state.waiting.values()),
+        "admitted": record.admitted + record.resumed,
+        "preempted": record.preempted,
+        "finished": finished,
+        "cancelled": cancelled,
+        "prefill_tokens": record.prefill_tokens,
+        "decode_tokens": record.decode_tokens,
+        "recompute_tokens": record.recompute_prompt_tokens + record.recompute_output_tokens,
+        "kv": [dict(cells(stage, state)) for stage in stages],
+        "prefix_hits": record.prefix_hits,
+        "prefix_misses": record.prefix_misses,
+        "prefix_hit_tokens": record.prefix_hit_tokens,
+        "step_ms": _ms(record.step_s),
+        "plan_ms": _ms(record.scheduler_s),
+        "stage_ms": [_ms(stage.compute_s) for stage in record.stages],
+        "wait_ms": [_ms(wait_s) for wait_s in waits_s],
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)

@@ -1,0 +1,145 @@
+"""What step records say: added up over all steps, and each of its stages.
+
+Plain additions on one thread; :class:`skippy_mesh.telemetry.Telemetry` holds the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from skippy_mesh.exposition import Histogram, Page, Sample, by
+from skippy_mesh.messages import Snapshot, StepRecord
+from skippy_mesh.scheduler.memory import CELL_COMPONENTS, Capacity
+
+DURATIONS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+STEP_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_TAKEN = ("active", "resident", "reserved")
+STORES = (*CELL_COMPONENTS, "recurrent")
+
+
+class StepTotals:
+    """What the records of all steps add up to."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, float] = {"prefill": 0, "decode": 0, "mixed": 0}
+        self._tokens: dict[str, float] = {"prefill": 0, "decode": 0, "recompute": 0}
+        self._recomputed: dict[str, float] = {"prompt": 0, "output": 0}
+        self._admitted: dict[str, float] = {"new": 0, "resume": 0}
+        self._preempted: dict[str, float] = {"memory": 0}
+        self._num_hits = self._num_misses = self._num_hit_tokens = 0
+        self._rows = Histogram(STEP_ROWS)
+        self._step_s = Histogram(DURATIONS_S)
+        self._scheduler_s = Histogram(DURATIONS_S)
+        self._compute_s: list[Histogram] = []
+        self._wait_s: list[float] = []
+        self._num_decodes: list[int] = []
+
+    def add_stages(self, num_stages: int) -> None:
+        while len(self._compute_s) < num_stages:
+            self._compute_s.append(Histogram(DURATIONS_S))
+            self._wait_s.append(0.0)
+            self._num_decodes.append(0)
+
+    def add(self, record: StepRecord, waits_s: Sequence[float]) -> None:
+        self._steps[record.kind] += 1
+        self._tokens["prefill"] += record.prefill_tokens
+        self._tokens["decode"] += record.decode_tokens
+        self._recomputed["prompt"] += record.recompute_prompt_tokens
+        self._recomputed["output"] += record.recompute_output_tokens
+        self._tokens["recompute"] = sum(self._recomputed.values())
+        self._admitted["new"] += record.admitted
+        self._admitted["resume"] += record.resumed
+        self._preempted["memory"] += record.preempted
+        self._num_hits += record.prefix_hits
+        self._num_misses += record.prefix_misses
+        self._num_hit_tokens += record.prefix_hit_tokens
+        self._rows.add(record.num_rows)
+        self._step_s.add(record.step_s)
+        self._scheduler_s.add(record.scheduler_s)
+        self.add_stages(len(record.stages))
+        for index, stage in enumerate(record.stages):
+            self._compute_s[index].add(stage.compute_s)
+            self._wait_s[index] += waits_s[index]
+            self._num_decodes[index] += stage.num_decodes
+
+    def add_to(self, page: Page, *, is_recurrent: bool) -> None:
+        self._add_sequences(page, "state" if is_recurrent else "seq_cp")
+        page.counter("steps", "Steps that computed rows", by("kind", self._steps))
+        page.counter("step_tokens", "Rows computed, by phase", by("phase", self._tokens))
+        page.histogram("step_rows", "Rows of a step", [({}, self._rows)])
+        page.histogram(
+            "step_seconds", "From plan to sampled tokens, all stages", [({}, self._step_s)]
+        )
+        page.histogram(
+            "scheduler_seconds", "The host's time to plan and commit a step",
+            [({}, self._scheduler_s)],
+        )  # fmt: skip
+        page.histogram(
+            "stage_compute_seconds", "A stage's part of a step",
+            [({"stage": str(at)}, times) for at, times in enumerate(self._compute_s)],
+        )  # fmt: skip
+        page.counter(
+            "stage_wait_seconds", "A stage idle between steps while requests ran or waited",
+            _by_stage(self._wait_s),
+        )  # fmt: skip
+        page.counter(
+            "decode_calls", "Calls of llama_decode; as many as steps where a step is one call",
+            _by_stage(self._num_decodes),
+        )  # fmt: skip
+
+    def _add_sequences(self, page: Page, kind: str) -> None:
+        page.counter(
+            "requests_admitted", "Entries into the running set", by("kind", self._admitted)
+        )
+        page.counter(
+            "preemptions", "Sequences that gave up their memory", by("reason", self._preempted)
+        )
+        page.counter(
+            "recomputed_tokens", "Rows computed once more, by what they were of",
+            by("part", self._recomputed),
+        )  # fmt: skip
+        page.counter(
+            "prefix_shares", "Admissions that could, or could not, share a computed prefix",
+            [
+                ({"result": "hit", "kind": kind}, self._num_hits),
+                ({"result": "miss", "kind": "none"}, self._num_misses),
+            ],
+        )  # fmt: skip
+        page.counter(
+            "prefix_tokens",
+            "Prompt tokens found computed",
+            by("result", {"hit": self._num_hit_tokens}),
+        )
+
+
+def counted_waits(record: StepRecord, before: Snapshot | None) -> tuple[float, ...]:
+    """Per stage, the idle seconds before this step that count as a bubble.
+
+    A stage measures from the end of one step to the start of its next. That is a bubble if the
+    pipeline had work all the while: if, ``before`` this step was answered, requests ran or waited.
+    If none did, the mesh had run dry and was waiting for a client.
+    """
+    if not has_work(before):
+        return (0.0,) * len(record.stages)
+    return tuple(stage.wait_s for stage in record.stages)
+
+
+def cells(stage: Capacity, state: Snapshot) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Each store of ``stage`` by state. All stages hold the same sequences, so they differ only in
+    what is free."""
+    for component, size in stage.by_component().items():
+        counts = state.components.get(component)
+        if component in STORES and counts is not None:
+            taken = {name: counts[name] for name in _TAKEN}
+            yield component, {**taken, "free": size - sum(taken.values())}
+
+
+def has_work(state: Snapshot | None) -> bool:
+    return state is not None and (state.running > 0 or any(state.waiting.values()))
+
+
+def _by_stage(values: Sequence[float]) -> list[Sample]:
+    return [({"stage": str(index)}, value) for index, value in enumerate(values)]

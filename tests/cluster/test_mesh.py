@@ -1,0 +1,155 @@
+"""The engine inside stage 0's actor: many sessions over Ray, and an end for each whatever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import shutil
+import signal
+import tempfile
+
+import pytest
+import ray
+
+from coordinator.launch import mesh, ray_cluster
+from skippy_mesh.client import EngineClient
+from skippy_mesh.config import ContextConfig, EngineSettings, specs_of
+from skippy_mesh.errors import QueueFullError, SkippyError, UsageError
+from skippy_mesh.messages import Request, SamplingParams
+from tests.models import make_llama
+
+CONTEXT = ContextConfig(num_cells=2048, num_lanes=8, num_threads=1)
+ENDS_WITHIN_S = 60  # a second or two in truth
+names = (f"mesh{number}" for number in itertools.count())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(tmp_path_factory):
+    folder = tempfile.mkdtemp(prefix="skippy-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("SKIPPY_CACHE_DIR", str(tmp_path_factory.mktemp("mesh") / "cache"))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with ray_cluster(address=None, num_cpus=4, namespace="test"):
+            yield
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", dtype="q8_0")
+
+
+@contextlib.contextmanager
+def running(model, cuts=(2,), *, max_open=64, parallel=None):
+    specs = specs_of(model, 6, cuts, CONTEXT)
+    with (
+        mesh(specs, EngineSettings(), mesh_name=next(names), parallel=parallel) as started,
+        contextlib.closing(
+            EngineClient(started.channel, max_model_len=started.max_model_len, max_open=max_open)
+        ) as client,
+    ):
+        yield started, client
+
+
+def request(number, max_tokens=24):
+    sampling = SamplingParams(temperature=1.0, seed=number) if number % 2 else SamplingParams()
+    return Request(
+        request_id=str(number),
+        token_ids=tuple(3 + (7 * at + 31 * number) % 300 for at in range(20 + 40 * (number % 3))),
+        max_tokens=max_tokens,
+        sampling=sampling,
+    )
+
+
+def submit(client, asked):
+    events = queue.SimpleQueue()
+    client.submit(asked, events.put)
+    return events
+
+
+def until_end(events):
+    """Tokens, and the last event."""
+    tokens = []
+    while True:
+        event = events.get(timeout=ENDS_WITHIN_S)
+        if event.token_id is not None:
+            tokens.append(event.token_id)
+        if event.finish_reason is not None:
+            return tokens, event
+
+
+@pytest.fixture(scope="module")
+def alone(cluster, model):
+    """Each request by itself, on the undivided model."""
+    with running(model, ()) as (started, client):
+        assert len(started.infos) == 1
+        answers = [until_end(submit(client, request(number)))[0] for number in range(8)]
+    assert len({tuple(answer) for answer in answers}) == 8
+    return answers
+
+
+@pytest.mark.parametrize("cuts", [(2,), (1, 3)])
+def test_eight_sessions_over_actors_answer_as_each_alone(model, alone, cuts):
+    with running(model, cuts) as (started, client):
+        assert len({info.process_id for info in started.infos} | {os.getpid()}) == len(cuts) + 2
+        streams = [submit(client, request(number)) for number in range(8)]
+        ends = [until_end(stream) for stream in streams]
+    assert [tokens for tokens, _ in ends] == alone
+    assert {event.finish_reason for _, event in ends} == {"length"}
+
+
+def test_an_aborted_session_ends_and_the_others_do_not_notice(model, alone):
+    with running(model) as (_, client):
+        leaver = submit(client, request(100, max_tokens=1500))
+        streams = [submit(client, request(number)) for number in range(4)]
+        leaver.get(timeout=ENDS_WITHIN_S)
+        assert client.abort("100")
+        _, event = until_end(leaver)
+        assert event.finish_reason == "abort"
+        assert [until_end(stream)[0] for stream in streams] == alone[:4]
+        assert not client.abort("100")
+
+
+def test_the_queue_is_bounded_and_a_refusal_costs_nothing(model):
+    with running(model, (), max_open=2) as (_, client):
+        streams = [submit(client, request(number, max_tokens=200)) for number in range(2)]
+        with pytest.raises(QueueFullError, match="2 requests"):
+            submit(client, request(2))
+        assert {until_end(stream)[1].finish_reason for stream in streams} == {"length"}
+        assert until_end(submit(client, request(2)))[1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stage_that_dies_ends_every_open_session_with_an_error(model, victim):
+    with running(model) as (started, client):
+        streams = [submit(client, request(number, max_tokens=1500)) for number in range(4)]
+        for stream in streams:
+            stream.get(timeout=ENDS_WITHIN_S)
+        os.kill(started.infos[victim].process_id, signal.SIGKILL)
+        ends = [until_end(stream)[1] for stream in streams]
+        assert {event.finish_reason for event in ends} == {"error"}
+        assert all(f"stage {victim}" in event.error for event in ends)
+        assert f"stage {victim}" in started.check_alive()
+        # A dead stage 0 takes the channel with it; with another, the engine is there to say no.
+        try:
+            _, event = until_end(submit(client, request(9)))
+            assert event.finish_reason == "error"
+        except SkippyError as error:
+            assert "stage 0" in str(error)
+
+
+def test_a_ceiling_asked_too_high_is_refused_with_what_binds_it(model):
+    with (
+        pytest.raises(UsageError, match=r"--parallel 9 .*stage 0 allows by its (lanes|attention)"),
+        running(model, (), parallel=9),
+    ):
+        raise AssertionError("started")
+
+
+def test_a_mesh_leaves_no_actor_behind(model):
+    with running(model) as (_, client):
+        submit(client, request(1, max_tokens=1500)).get(timeout=ENDS_WITHIN_S)
+    assert not [a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"]]
