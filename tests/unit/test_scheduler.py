@@ -521,6 +521,28 @@ def test_who_fails_every_step_is_found_and_ends_alone(in_flight, rules):
     assert run.batches[-1].epoch <= 4
 
 
+def test_who_has_passed_a_trial_is_not_on_trial_again():
+    """Two failures of the mesh far apart, and a preemption between them, are nobody's fault."""
+    failing = []
+
+    def on_step(_batch):
+        if failing:
+            raise StageError(failing.pop())
+
+    run = Run(pipeline=FakePipeline(on_step=on_step))
+    run.ask(request("a", 10, 20))
+    for step in range(12):
+        failing += ["stumbled"] if step == 4 else []
+        run.step()
+    sequence = run.sequence("a")
+    assert len(sequence.outputs) > 5
+    run.scheduler._preempt(sequence)
+    failing.append("stumbled again")
+    run.finish()
+    run.assert_answers()
+    assert run.reasons() == {"a": "length"}
+
+
 def test_what_was_cancelled_before_a_failure_is_not_computed_again():
     run = Run(cells=512, in_flight=2)
     run.ask(request("a", 100), request("b", 5))
