@@ -103,7 +103,11 @@ class EngineClient:
             if not self._sinks:
                 self._progress_s = self._clock()
             self._sinks[request.request_id] = sink
-        self._channel.submit(request)
+        try:
+            self._channel.submit(request)
+        except BaseException:
+            self._sinks.pop(request.request_id, None)
+            raise
 
     def abort(self, request_id: str) -> bool:
         """End a request within one step; False if it is not open."""

@@ -142,6 +142,8 @@ class Scheduler:
             sequence.num_in_flight -= 1
             sequence.num_computed = part.end
             sequence.num_reached = max(sequence.num_reached, part.end)
+            if not sequence.is_on_trial:
+                sequence.trial_end = 0
             if sequence.is_aborted:
                 if not sequence.num_in_flight:
                     self._finish(sequence, "abort")

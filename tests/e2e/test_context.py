@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -270,6 +271,17 @@ def test_a_copied_prefix_goes_on_like_a_computed_one(opened):
     context.apply(Remove(0))
     assert context.positions(0) == (-1, -1)
     assert_same_bits(context.decode(rows(2, 70, 72)), other.decode(rows(2, 70, 72)))
+
+
+def test_a_copy_of_cells_that_are_not_there_is_refused_and_leaves_nothing(opened):
+    """llama.cpp copies what it has without a word, and would decode behind it."""
+    context, other = opened(), opened()
+    fill(context, 0, 50)
+    llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context._context), 0, 30, -1)
+    with pytest.raises(InvalidBatchError, match=r"left lane 2 with positions \(0, 29\)"):
+        context.apply(Copy(0, 2, 0, 40))
+    assert context.positions(2) == (-1, -1)
+    assert_same_bits(fill(context, 2, 20), fill(other, 2, 20))
 
 
 def test_a_removed_tail_is_computed_again_to_the_same_bits(opened):

@@ -1,0 +1,199 @@
+"""The gateway's end. Without these a slot of the queue leaks, or a reader waits for ever."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from skippy_mesh.client import EngineClient, ReportQueue
+from skippy_mesh.config import StepRules
+from skippy_mesh.engine import Engine, EnginePlan
+from skippy_mesh.errors import QueueFullError, RequestError, SkippyError, StageLostError
+from skippy_mesh.messages import StepReport, TokenEvent
+from skippy_mesh.scheduler.memory import Capacity
+from stages.fake import FakePipeline
+from tests.scheduling import answer_alone, request
+
+
+class Channel:
+    """An engine on a thread of its own; ``error`` is what its reports end with."""
+
+    def __init__(self, pipeline=None):
+        plan = EnginePlan(
+            capacity=Capacity(lanes=8, attention=512),
+            rules=StepRules(max_rows=16),
+            max_model_len=512,
+            max_in_flight=1,
+            ceiling=8,
+        )
+        self._reports = ReportQueue()
+        self._engine = Engine(plan.scheduler(), pipeline or FakePipeline(), self._reports.put)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self.error = None
+        self.submitted = []
+
+    def _run(self):
+        self._engine.run()
+        self._reports.close()
+
+    def submit(self, asked):
+        self.submitted.append(asked.request_id)
+        self._engine.submit(asked)
+
+    def abort(self, request_id):
+        self._engine.abort(request_id)
+
+    def close(self):
+        self._engine.close()
+
+    def reports(self):
+        yield from self._reports
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def client_of():
+    clients = []
+
+    def make(channel=None, **options):
+        options = {"max_model_len": 512, "max_open": 4, **options}
+        clients.append(EngineClient(channel or Channel(), **options))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def held():
+    """A pipeline that runs no step until the event is set."""
+    gate = threading.Event()
+    return FakePipeline(on_step=lambda _batch: gate.wait(20)), gate
+
+
+def test_events_reach_the_sink_of_their_request(client_of):
+    client = client_of()
+    asked = [request(f"r{number}", 9, 7) for number in range(4)]
+    streams = [client.generate(one) for one in asked]
+    for one, stream in zip(asked, streams, strict=True):
+        assert [event.token_id for event in stream] == answer_alone(one, 7)
+    assert client.num_open == 0
+
+
+def test_beyond_the_queue_a_request_is_refused_and_costs_the_engine_nothing(client_of):
+    pipeline, gate = held()
+    channel = Channel(pipeline)
+    client = client_of(channel, max_open=2)
+    ended = [threading.Event() for _ in range(2)]
+    for number, event in enumerate(ended):
+        client.submit(
+            request(f"r{number}"), lambda e, event=event: event.set() if e.finish_reason else None
+        )
+    with pytest.raises(QueueFullError, match="2 requests run or wait"):
+        client.submit(request("more"), print)
+    assert channel.submitted == ["r0", "r1"]
+    gate.set()
+    assert all(event.wait(20) for event in ended)
+    assert len(list(client.generate(request("more")))) == 8
+
+
+def test_what_can_never_fit_or_is_open_already_takes_no_slot(client_of):
+    pipeline, gate = held()
+    client = client_of(Channel(pipeline), max_open=2)
+    with pytest.raises(RequestError, match="512 tokens"):
+        client.submit(request("big", 512), print)
+    client.submit(request("a"), lambda _event: None)
+    with pytest.raises(SkippyError, match="already open"):
+        client.submit(request("a"), print)
+    assert client.num_open == 1
+    gate.set()
+
+
+def test_leaving_a_stream_early_aborts_it(client_of):
+    client = client_of()
+    stream = client.generate(request("a", 5, 400))
+    next(stream)
+    stream.close()
+    for event in client.generate(request("b", 5, 300)):
+        last = event
+    assert last.finish_reason == "length"
+    assert client.num_open == 0
+    assert not client.abort("a")
+
+
+def test_a_sink_or_a_listener_that_raises_stops_nobody(client_of):
+    def broken(_anything):
+        raise RuntimeError("nobody listens")
+
+    client = client_of(on_report=broken)
+    client.submit(request("a"), broken)
+    assert len(list(client.generate(request("b")))) == 8
+
+
+def test_a_channel_that_refuses_leaves_no_slot_taken(client_of):
+    channel = Channel()
+    client = client_of(channel, max_open=1)
+
+    def refuse(_asked):
+        del channel.submit
+        raise StageLostError("the line is cut")
+
+    channel.submit = refuse
+    with pytest.raises(StageLostError):
+        client.submit(request("a"), print)
+    assert client.num_open == 0
+    assert len(list(client.generate(request("a")))) == 8
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(StageLostError("stage 0 is lost"), "stage 0 is lost"), (OSError("secret"), "engine is lost")],
+)
+def test_a_lost_engine_ends_every_request_and_later_ones_are_refused(client_of, error, said):
+    class Lost(Channel):
+        def reports(self):
+            assert gate.wait(20)
+            self.close()
+            self._thread.join()
+            raise error
+
+    gate = threading.Event()
+    client = client_of(Lost())
+    ended, events = threading.Event(), []
+
+    def sink(event: TokenEvent):
+        events.append(event)
+        ended.set()
+
+    client.submit(request("a", 5, 400), sink)
+    gate.set()
+    assert ended.wait(20)
+    assert events[0].finish_reason == "error"
+    assert said in events[0].error
+    client._thread.join()
+    with pytest.raises(SkippyError, match=said):
+        client.submit(request("b"), print)
+
+
+def test_closing_ends_what_is_open_once(client_of):
+    client = client_of()
+    events = []
+    for number in range(4):
+        client.submit(request(f"r{number}", 5, 10**6), events.append)
+    client.close()
+    ends = [event for event in events if event.finish_reason]
+    assert len(ends) == len({event.request_id for event in ends}) == 4
+    with pytest.raises(SkippyError, match="shutting down"):
+        client.submit(request("late"), print)
+
+
+def test_every_report_is_heard_before_its_events(client_of):
+    heard = []
+    client = client_of(on_report=lambda report: heard.append(report))
+    for event in client.generate(request("a", 5, 6)):
+        assert any(event in report.events for report in heard)
+    assert all(isinstance(report, StepReport) for report in heard)
