@@ -149,9 +149,11 @@ class EngineClient:
             for report in self._channel.reports():
                 self._progress_s = self._clock()
                 self._deliver(report)
-        except Exception as error:
-            logger.warning("the engine is lost: %s", error)
-            reason = str(error) if isinstance(error, SkippyError) else "the engine is lost"
+        except SkippyError as error:
+            reason = str(error)
+        except Exception:
+            logger.exception("the engine is lost")
+            reason = "the engine is lost"
         with self._lock:
             self._end = reason
             left = list(self._sinks)

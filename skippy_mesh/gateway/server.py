@@ -6,6 +6,7 @@ aborted. A second signal aborts at once.
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import threading
@@ -17,6 +18,8 @@ from skippy_mesh.client import EngineClient
 from skippy_mesh.errors import SkippyError, UsageError
 from skippy_mesh.gateway.app import create_app
 from skippy_mesh.gateway.chat import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
 _DRAIN_S = 5
@@ -60,7 +63,10 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stopped.wait(_WATCH_S):
-            self.problem = self._check_alive()
+            problem = self._check_alive()
+            if problem is not None and self.problem is None:
+                logger.warning("not serving: %s", problem)
+            self.problem = problem
 
     def close(self) -> None:
         self._stopped.set()

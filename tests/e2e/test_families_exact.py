@@ -21,6 +21,7 @@ from stages import gguf_file, memory, worker
 from stages.batch import Rows
 from stages.context import StageContext
 from stages.embedding import Embedding
+from stages.pipeline import RayPipeline
 from stages.profile import Profile
 from tests.crowd import (
     CONTEXT,
@@ -231,7 +232,8 @@ def test_every_cut_over_ray(cluster, made, family):
     """Frames of f32 between actors, not arrays handed over in one process."""
     model = made(family, "f32")
     specs = specs_of(model.path, model.model.num_layers, (ODD_CUTS[family],), CONTEXT)
-    with stage_actors(specs, mesh_name=f"exact_{family}") as pipeline:
+    with stage_actors(specs, mesh_name=f"exact_{family}") as (actors, infos):
+        pipeline = RayPipeline(actors, infos)
         assert [info.why_inexact for info in pipeline.infos] == [None, None]
         assert_exact(model, pipeline)
 
