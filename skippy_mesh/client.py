@@ -102,12 +102,9 @@ class EngineClient:
                 )
             if not self._sinks:
                 self._progress_s = self._clock()
-            self._sinks[request.request_id] = sink
-        try:
+            # Under the lock, or an abort could reach the engine first and be forgotten.
             self._channel.submit(request)
-        except BaseException:
-            self._sinks.pop(request.request_id, None)
-            raise
+            self._sinks[request.request_id] = sink
 
     def abort(self, request_id: str) -> bool:
         """End a request within one step; False if it is not open."""

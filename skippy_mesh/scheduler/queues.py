@@ -12,13 +12,14 @@ from skippy_mesh.scheduler.sequence import Sequence, Status
 class WaitingQueue:
     """Sequences in the order they are to be admitted: the preempted first, then by ``ordering``.
 
-    ``num_tokens`` is what they would have to compute.
+    ``num_tokens`` is what they would have to compute; the first ``num_preempted`` are to resume.
     """
 
     def __init__(self, ordering: Ordering):
         self._ordering = ordering
         self._sequences: list[Sequence] = []
         self.num_tokens = 0
+        self.num_preempted = 0
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -29,10 +30,12 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         insort(self._sequences, sequence, key=self._key)
         self.num_tokens += sequence.num_known
+        self.num_preempted += sequence.status is Status.PREEMPTED
 
     def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)
         self.num_tokens -= sequence.num_known
+        self.num_preempted -= sequence.status is Status.PREEMPTED
 
     def _key(self, sequence: Sequence) -> tuple[int, int, int]:
         return (sequence.status is not Status.PREEMPTED, *self._ordering(sequence))

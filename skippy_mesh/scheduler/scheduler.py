@@ -11,6 +11,7 @@ tokens, goes to the front of the queue and is computed again.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 
@@ -32,6 +33,10 @@ from skippy_mesh.scheduler.plan import Part, Plan
 from skippy_mesh.scheduler.policies import ADMISSION, ORDERING, Policies, choose_victim
 from skippy_mesh.scheduler.queues import RunningSet, WaitingQueue
 from skippy_mesh.scheduler.sequence import Sequence, Status
+
+_REASONS = {
+    None: "order", "lanes": "lane", "attention": "memory", "window": "memory", "recurrent": "memory"
+}  # fmt: skip
 
 
 class Scheduler:
@@ -180,15 +185,15 @@ class Scheduler:
 
     def _waiting_by_reason(self) -> dict[str, int]:
         reasons = dict.fromkeys(("memory", "lane", "order", "preempted"), 0)
+        reasons["preempted"] = self.waiting.num_preempted
+        fresh = itertools.islice(self.waiting, self.waiting.num_preempted, None)
         is_full = len(self.running) >= self._run_limit.limit
-        for sequence in self.waiting:
-            lacks = "lanes" if is_full else self._ledger.lacks(self._need(sequence))
-            if sequence.status is Status.PREEMPTED:
-                reasons["preempted"] += 1
-            elif lacks is None:
-                reasons["order"] += 1
-            else:
-                reasons["lane" if lacks == "lanes" else "memory"] += 1
+        lacked_by_all = "lanes" if is_full else self._ledger.lacks(1)
+        if lacked_by_all is not None:  # the common case under load: no need to ask each
+            reasons[_REASONS[lacked_by_all]] = len(self.waiting) - self.waiting.num_preempted
+            return reasons
+        for sequence in fresh:
+            reasons[_REASONS[self._ledger.lacks(self._need(sequence))]] += 1
         return reasons
 
     def lane_ends(self, stages: Iterable[Mapping[int, int]]) -> list[dict[int, int]]:
@@ -250,8 +255,9 @@ class Scheduler:
             if len(self.running) == 1 and not self.in_flight:
                 self._finish(decodes.pop(), "length")
                 return
-            victim = choose_victim(filter(self._can_give_way, self.running), self._preemption)
-            if victim is None:
+            victim = choose_victim(filter(self._has_own_cells, self.running), self._preemption)
+            if victim is None or victim.num_in_flight:
+                # Nobody else gives way in its place: its rows come back before long.
                 del decodes[self._ledger.num_free_cells :]
                 return
             self._preempt(victim)
@@ -259,8 +265,8 @@ class Scheduler:
             if victim in decodes:
                 decodes.remove(victim)
 
-    def _can_give_way(self, sequence: Sequence) -> bool:
-        return not sequence.num_in_flight and self._ledger.exclusive(sequence.lane) > 0
+    def _has_own_cells(self, sequence: Sequence) -> bool:
+        return self._ledger.exclusive(sequence.lane) > 0
 
     def _preempt(self, sequence: Sequence) -> None:
         self._free(sequence)
@@ -272,7 +278,7 @@ class Scheduler:
     def _admit(self, plan: Plan) -> bool:
         """Let in whoever fits; whether anybody did."""
         num_before = len(self.running)
-        while len(self.running) < self._run_limit.limit:
+        while len(self.running) < self._run_limit.limit and self._ledger.lacks(1) is None:
             sequence = self._choose_next(self.waiting, self._fits)
             if sequence is None:
                 break
