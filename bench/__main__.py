@@ -11,6 +11,7 @@ from skippy_mesh.errors import SkippyError
 
 COMMANDS = {
     "stage": "one stage's cost per step, without a server",
+    "gap": "the longest pause in answers beside long prompts",
     "sweep": "throughput, latency and memory against the number of clients",
     "serve": "ours against llama-server and llama.cpp RPC, in paired rounds, with targets",
     "peers": "build the servers the mesh is measured against",

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_COUNTS = ("prefill_tokens", "decode_tokens", "recompute_tokens", "running", "waiting")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     compute_s: tuple[float, ...]  # of each stage
-    num_decodes: tuple[int, ...]  # calls of llama_decode on each stage
     scheduler_s: float
     step_s: float
     prefill_tokens: int
@@ -27,17 +28,11 @@ class Step:
 
 def read_step(line: str) -> Step:
     entry: dict[str, Any] = json.loads(line)
-    state = entry["state"]
     return Step(
-        compute_s=tuple(stage["compute_s"] for stage in entry["stages"]),
-        num_decodes=tuple(stage["num_decodes"] for stage in entry["stages"]),
-        scheduler_s=entry["scheduler_s"],
-        step_s=entry["step_s"],
-        prefill_tokens=entry["prefill_tokens"],
-        decode_tokens=entry["decode_tokens"],
-        recompute_tokens=entry["recompute_prompt_tokens"] + entry["recompute_output_tokens"],
-        running=state["running"],
-        waiting=sum(state["waiting"].values()),
+        compute_s=tuple(ms / 1e3 for ms in entry["stage_ms"]),
+        scheduler_s=entry["plan_ms"] / 1e3,
+        step_s=entry["step_ms"] / 1e3,
+        **{key: entry[key] for key in _COUNTS},
     )
 
 
@@ -70,7 +65,6 @@ def profile(steps: Sequence[Step], duration_s: float) -> dict[str, object]:
         "scheduler_share": round(sum(step.scheduler_s for step in steps) / duration_s, 4),
         "mean_step_ms": round(1e3 * sum(step.step_s for step in steps) / len(steps), 2),
         "mean_compute_ms": [round(1e3 * share * duration_s / len(steps), 2) for share in busy],
-        "decodes_a_step": [sum(step.num_decodes[k] for step in steps) / len(steps) for k in stages],
         "decode_rows_a_step": round(sum(step.decode_tokens for step in steps) / len(steps), 2),
         "prefill_tokens": sum(step.prefill_tokens for step in steps),
         "recompute_tokens": sum(step.recompute_tokens for step in steps),

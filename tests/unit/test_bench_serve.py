@@ -67,17 +67,15 @@ async def wrong(answer: Answer) -> None:
 def step_line(**knobs: Any) -> str:
     """A step of two stages as the server writes it."""
     entry = {
-        "stages": [
-            {"compute_s": 0.3, "wait_s": 0.1, "num_decodes": 1},
-            {"compute_s": 0.4, "wait_s": 0.0, "num_decodes": 1},
-        ],
-        "state": {"running": 8, "waiting": {"memory": 2, "order": 1}},
-        "scheduler_s": 0.01,
-        "step_s": 0.7,
+        "stage_ms": [300.0, 400.0],
+        "wait_ms": [100.0, 0.0],
+        "plan_ms": 10.0,
+        "step_ms": 700.0,
+        "running": 8,
+        "waiting": 3,
         "prefill_tokens": 5,
         "decode_tokens": 3,
-        "recompute_prompt_tokens": 1,
-        "recompute_output_tokens": 2,
+        "recompute_tokens": 3,
     }
     return json.dumps(entry | knobs) + "\n"
 
