@@ -22,8 +22,8 @@ from bench.machine import commit, machine_facts
 from bench.servers import mesh_command, running
 from bench.steplog import Step, StepLog
 
-WRITERS = Workload(prompt_tokens=32, output_tokens=256, seed=1)
-PROMPTS = Workload(prompt_tokens=2000, output_tokens=1, seed=2)
+WRITERS = Workload(prompt_tokens=32, output_tokens=256, seed="writers")
+PROMPTS = Workload(prompt_tokens=2000, output_tokens=1, seed="prompts")
 NUM_CELLS = 8192
 
 
