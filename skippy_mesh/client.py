@@ -79,6 +79,7 @@ class EngineClient:
         self._sinks: dict[str, Sink] = {}
         self._lock = threading.Lock()
         self._end: str | None = None
+        self._lost: str | None = None
         self._clock = clock
         self._progress_s = clock()
         self._thread = threading.Thread(target=self._read, name="reports", daemon=True)
@@ -114,11 +115,12 @@ class EngineClient:
         return True
 
     def problem(self) -> str | None:
-        """Why no request can succeed now: the engine has ended, or has work and does not get on."""
+        """Why no request can succeed: the engine is lost, or has work and does not get on. None
+        while all is well, and when it was closed."""
         silent_s = self._clock() - self._progress_s
         if self._end is None and self._sinks and silent_s > STALL_S:
             return f"no step has ended for {silent_s:.0f} s, with {self.num_open} requests open"
-        return self._end
+        return self._lost
 
     def generate(self, request: Request) -> Iterator[TokenEvent]:
         """The events of one request; leaving early aborts it."""
@@ -147,10 +149,10 @@ class EngineClient:
                 self._progress_s = self._clock()
                 self._deliver(report)
         except SkippyError as error:
-            reason = str(error)
+            self._lost = reason = str(error)
         except Exception:
             logger.exception("the engine is lost")
-            reason = "the engine is lost"
+            self._lost = reason = "the engine is lost"
         with self._lock:
             self._end = reason
             left = list(self._sinks)
