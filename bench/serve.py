@@ -302,7 +302,9 @@ def serve(settings: Settings, out: Path | None) -> None:
         },
         "rounds": rounds,
     }
-    print(f"RPC workers hold: {document['weights_mib']} MiB\n{HEADER}", flush=True)
+    if document['weights_mib']:
+        print(f"RPC workers hold: {document['weights_mib']} MiB", flush=True)
+    print(HEADER, flush=True)
     summary: dict[str, object] = {}
     for round_ in range(settings.rounds):
         for name in settings.pairs:
