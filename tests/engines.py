@@ -8,35 +8,9 @@ from collections.abc import Iterator
 from skippy_mesh.client import EngineClient, ReportQueue
 from skippy_mesh.config import StepRules
 from skippy_mesh.engine import Engine, EnginePlan
-from skippy_mesh.messages import Request, StepBatch, StepReport, StepResult
+from skippy_mesh.messages import Request, StepReport
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakePipeline
-
-
-class Answer:
-    def __init__(self, answer: StepResult | Exception):
-        self._answer = answer
-
-    def result(self) -> StepResult:
-        if isinstance(self._answer, Exception):
-            raise self._answer
-        return self._answer
-
-
-class Immediate:
-    """``pipeline`` as the engine sees one: it answers a batch as soon as it is submitted."""
-
-    def __init__(self, pipeline: FakePipeline):
-        self._pipeline = pipeline
-
-    def submit(self, batch: StepBatch) -> Answer:
-        try:
-            return Answer(self._pipeline.forward(batch))
-        except Exception as error:
-            return Answer(error)
-
-    def lane_ends(self) -> list[dict[int, int]]:
-        return [{lane: len(held) for lane, held in self._pipeline.histories.items()}]
 
 
 class RunningEngine:
@@ -60,7 +34,7 @@ class RunningEngine:
         )
         self.aborted: list[str] = []
         self._reports = ReportQueue()
-        self._engine = Engine(plan.scheduler(), Immediate(pipeline), self._reports.put)
+        self._engine = Engine(plan.scheduler(), pipeline, self._reports.put)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.client = EngineClient(self, max_model_len=max_model_len, max_open=max_open)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from skippy_mesh.client import EngineClient, ReportQueue
+from skippy_mesh.client import STALL_S, EngineClient, ReportQueue
 from skippy_mesh.config import StepRules
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.errors import QueueFullError, RequestError, SkippyError, StageLostError
@@ -147,6 +147,27 @@ def test_a_channel_that_refuses_leaves_no_slot_taken(client_of):
         client.submit(request("a"), print)
     assert client.num_open == 0
     assert len(list(client.generate(request("a")))) == 8
+
+
+def test_an_engine_that_stands_still_with_work_open_is_a_problem_and_an_idle_one_is_not(client_of):
+    pipeline, gate = held()
+    now_s = [0.0]
+    client = client_of(Channel(pipeline), clock=lambda: now_s[0])
+    now_s[0] = 1000.0
+    assert client.problem() is None, "idle"
+    stream = client.generate(request("a"))
+    first = threading.Thread(target=next, args=(stream,))
+    first.start()
+    while client.num_open == 0:
+        pass
+    now_s[0] = 1000.0 + STALL_S
+    assert client.problem() is None
+    now_s[0] += 1
+    assert client.problem() == "no step has ended for 121 s, with 1 requests open"
+    gate.set()
+    first.join()
+    assert client.problem() is None, "it got on"
+    assert len(list(stream)) == 7
 
 
 @pytest.mark.parametrize(
