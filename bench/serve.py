@@ -302,7 +302,7 @@ def serve(settings: Settings, out: Path | None) -> None:
         },
         "rounds": rounds,
     }
-    if document['weights_mib']:
+    if document["weights_mib"]:
         print(f"RPC workers hold: {document['weights_mib']} MiB", flush=True)
     print(HEADER, flush=True)
     summary: dict[str, object] = {}

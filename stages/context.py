@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,6 +173,12 @@ class StageContext:
                 f"multiple of {pad} rows: got {rows.num_rows} rows of {num_lanes} lanes"
             )
         return pad_plan(rows.lanes, rows.outputs, pad=pad, scratch_lanes=self._scratch_lanes)
+
+    def check_room(self, num_rows: int, operations: Sequence[Copy | Remove]) -> None:
+        """:class:`NoRoomError`, and nothing changed, unless ``operations`` and then so many rows
+        fit."""
+        self._check_owner()
+        self._lanes.check_room(num_rows, operations)
 
     def apply(self, operation: Copy | Remove) -> None:
         """Run one memory operation; :class:`InvalidBatchError` if it cannot be done as asked."""

@@ -44,15 +44,25 @@ class LaneMemory:
         self.num_compactions = 0
         self._top = 0  # cells below this one have been handed out since the last compaction
 
-    def reserve(self, num_rows: int, num_padding: int) -> None:
-        """Make sure the rows and their padding fit on top; :class:`NoRoomError`, and nothing
-        changed, if not."""
-        # Cells that lanes share are saved once for each of them.
-        num_live = sum(self.next_positions)
+    def check_room(self, num_rows: int, operations: Sequence[Copy | Remove] = ()) -> None:
+        """:class:`NoRoomError` unless ``num_rows`` fit once ``operations`` are done. Cells that
+        lanes share count for each of them, because a compaction writes them so."""
+        ends = dict(enumerate(self.next_positions))
+        for operation in operations:
+            if isinstance(operation, Copy):
+                ends[operation.dst] = operation.p1
+            else:
+                ends[operation.lane] = min(ends.get(operation.lane, 0), max(operation.p0, 0))
+        num_live = sum(ends.values())
         if num_live + num_rows > self._num_cells:
             raise NoRoomError(
                 f"no room for {num_rows} rows: {num_live} of {self._num_cells} cells are in use"
             )
+
+    def reserve(self, num_rows: int, num_padding: int) -> None:
+        """Make sure the rows and their padding fit on top; :class:`NoRoomError`, and nothing
+        changed, if not."""
+        self.check_room(num_rows)
         if self._top + num_rows + num_padding > self._pool_size:
             self._compact()
 

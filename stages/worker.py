@@ -151,6 +151,7 @@ class StageWorker:
         context = self._loaded()
         self._check_order(batch)
         self._check_columns(batch)
+        context.check_room(batch.num_rows, batch.operations)
         for operation in batch.operations:
             context.apply(operation)
         output = None

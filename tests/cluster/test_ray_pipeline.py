@@ -19,6 +19,7 @@ from skippy_mesh.config import ContextConfig, specs_of
 from skippy_mesh.errors import (
     InvalidBatchError,
     ModelFileError,
+    NoRoomError,
     StageError,
     StepOrderError,
     UsageError,
@@ -191,6 +192,23 @@ def test_memory_operations_reach_every_stage(pipeline, model):
     assert pipeline.logits(steps[3]) is None
     (expected,) = expected_logits(model, [rows(0, 0, 4)])
     assert_same_bits(np.array(pipeline.logits(steps[4])), expected)
+
+
+def test_a_step_that_finds_no_room_changes_nothing_on_any_stage(pipeline, model):
+    """Not even the memory operations that come with it."""
+    held = [rows(lane, at, at + 170) for lane in range(3) for at in (0,)]
+    too_many = [(3, at) for at in range(700)]
+    steps = numbered([*held, step_of(0, too_many, {3: TOKENS[0] * 4}), rows(0, 170, 171)])
+    expected = expected_logits(model, [*steps[:3], steps[4]])
+    for step, logits in zip(steps[:3], expected, strict=False):
+        assert_same_bits(np.array(pipeline.logits(step)), logits)
+    refused = changed(steps[3], operations=(Remove(1),), samples=(False,) * 700)
+    with pytest.raises(NoRoomError, match="340 of 1024"):
+        pipeline.logits(refused)
+    again = changed(steps[4], step_id=3)
+    assert_same_bits(np.array(pipeline.logits(again)), expected[3])
+    onward = changed(numbered([rows(1, 170, 171)])[0], epoch=again.epoch, step_id=4)
+    assert pipeline.logits(onward).shape == (1, 320), "lane 1 is still there"
 
 
 def test_live_stages_say_so_and_what_they_are(pipeline, model):
