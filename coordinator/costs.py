@@ -8,6 +8,7 @@ which layers get cells and how wide (``llama_kv_cache``), what a state row holds
 from __future__ import annotations
 
 import itertools
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ STEP_ROWS = 512
 PROCESS_BYTES = 256 * 2**20
 """Of a stage, before it loads anything: Python, Ray's worker, llama.cpp's own."""
 
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+_TABLE, _HEAD = "token_embd.weight", "output."
 _KV_PERCENT = 85  # cells are priced as if they filled so much of their part
 _STATE_VALUE_BYTES = 4
 _MASK_VALUE_BYTES = 2  # f16 with flash attention
@@ -109,6 +112,7 @@ class StageSizes:
         self.num_layers = len(costs.layers)
         self.pool = costs.pool_of(num_cells)
         self._every_stage = costs.common + costs.per_cell * self.pool
+        self._reaches: dict[tuple[int, int], int] = {}
         self._weights = _sums(layer.weights for layer in costs.layers)
         self._attention = _sums(layer.attention_per_cell for layer in costs.layers)
         self._window = _sums(layer.window_per_cell for layer in costs.layers)
@@ -150,8 +154,12 @@ class StageSizes:
 
     def reach(self, usable_bytes: int, lo: int) -> int:
         """The furthest ``hi`` for which layers [lo, hi) fit; ``lo`` if not even one does."""
-        ends = range(lo + 1, self.num_layers + 1)
-        return lo + bisect_right(ends, usable_bytes, key=lambda hi: self.total(lo, hi))
+        asked = (usable_bytes, lo)
+        if asked not in self._reaches:
+            ends = range(lo + 1, self.num_layers + 1)
+            num_layers = bisect_right(ends, usable_bytes, key=lambda hi: self.total(lo, hi))
+            self._reaches[asked] = lo + num_layers
+        return self._reaches[asked]
 
     def _priced(self, bytes_per_cell: int) -> int:
         return -(-self.pool * bytes_per_cell * 100 // _KV_PERCENT)
@@ -169,10 +177,10 @@ def costs_of(
     weights = [0] * facts.num_layers
     common = PROCESS_BYTES
     for name, num_bytes in tensors.items():
-        layer = name.removeprefix("blk.").partition(".")[0] if name.startswith("blk.") else ""
-        if layer and int(layer) < facts.num_layers:
-            weights[int(layer)] += num_bytes
-        elif not layer and name != "token_embd.weight" and not name.startswith("output."):
+        block = _BLOCK.match(name)
+        if block and int(block[1]) < facts.num_layers:
+            weights[int(block[1])] += num_bytes
+        elif not block and name != _TABLE and not name.startswith(_HEAD):
             common += num_bytes
     num_pools = len({"attention", "window"} & set(family.components))
     return ModelCosts(
@@ -181,7 +189,7 @@ def costs_of(
             for layer in range(facts.num_layers)
         ),
         native_context=int(facts.keys["context_length"]),
-        embedding=tensors["token_embd.weight"],
+        embedding=tensors[_TABLE],
         head=_head_bytes(family, tensors),
         logits=_LOGIT_BYTES * facts.num_vocab * (STEP_ROWS + MAX_LANES),
         common=common,
@@ -195,9 +203,9 @@ def costs_of(
 
 def _head_bytes(family: Family, tensors: Mapping[str, int]) -> int:
     """As stages/slices.py cuts it: a tied table is the head, too, and is there twice."""
-    head = {name: size for name, size in tensors.items() if name.startswith("output.")}
-    is_alone = list(head) == ["output.weight"] and not family.needs_head
-    return sum(head.values()) + (0 if is_alone else tensors["token_embd.weight"])
+    head = {name: size for name, size in tensors.items() if name.startswith(_HEAD)}
+    is_alone = list(head) == [f"{_HEAD}weight"] and not family.needs_head
+    return sum(head.values()) + (0 if is_alone else tensors[_TABLE])
 
 
 def _layer_costs(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from coordinator.costs import StageSizes
 from coordinator.nodes import Node
 
-_MAX_STATES = 1_000
+_MAX_STATES = 500
 """Dead ends a packing may meet before it gives up: orders of unlike nodes are without number."""
 
 

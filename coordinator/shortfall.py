@@ -56,14 +56,19 @@ def plan_error(
         more = format_size(least.num_bytes, round_up=True)
         changes.append(f"{more} more on {least.node.name}")
     usable = sum(node.usable_bytes for node in nodes)
+    lanes = f"{request.lanes} lanes" if (request.lanes or 1) > 1 else "1 lane"
     message = (
-        f"the model does not fit: {num_cells} cells and {request.lanes or 1} lanes take at least "
-        f"{format_size(sizes.total(0, sizes.num_layers))}, and {len(nodes)} nodes have "
+        f"the model does not fit: {num_cells} cells and {lanes} take at least "
+        f"{format_size(sizes.total(0, sizes.num_layers))}, and {_nodes(len(nodes))} "
         f"{format_size(usable)}; {'; '.join(map(str, shortfalls))}"
     )
     if changes:
         message += f"; it would fit with {', or with '.join(changes)}"
     return PlanError(message, {s.node.name: s.num_bytes for s in shortfalls})
+
+
+def _nodes(count: int) -> str:
+    return f"{count} nodes have" if count > 1 else "the node has"
 
 
 def _of_node(node: Node, nodes: Sequence[Node], sizes: StageSizes) -> Shortfall:

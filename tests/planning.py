@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from coordinator.costs import LayerCosts, ModelCosts
@@ -14,7 +15,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 def spread(total: int, num_layers: int) -> list[int]:
     """``total`` over the layers in integers that differ by at most one and lose nothing."""
     ends = [total * layer // num_layers for layer in range(num_layers + 1)]
-    return [hi - lo for lo, hi in zip(ends, ends[1:], strict=False)]
+    return [hi - lo for lo, hi in itertools.pairwise(ends)]
 
 
 def create_costs(

@@ -308,8 +308,9 @@ def test_a_model_that_does_not_fit_names_each_nodes_blocker():
         plan(create_costs(10, 20 * GIB, kv=64 * KIB), create_nodes(11, 11), RULES)
     text = str(caught.value)
     assert "\n" not in text
-    assert "65536 cells and 1 lanes take at least 24.71GiB, and 2 nodes have 22.00GiB" in text
-    assert "a (11.00GiB) lacks 3.83GiB for layers 4:10, by its weights" in text
+    assert "65536 cells and 1 lane take at least 24.71GiB, and 2 nodes have 22.00GiB" in text
+    assert "a (11.00GiB) lacks 3.83GiB for layers 0:6, by its weights" in text
+    assert text.endswith("it would fit with --ctx-size 16384, or with 3.83GiB more on a")
     assert caught.value.shortfalls.keys() == {"a", "b"}
 
 
