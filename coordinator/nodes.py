@@ -5,10 +5,12 @@ Facts only, as values: whoever measures them (Ray, an operator, this machine) is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from skippy_mesh.errors import UsageError
+from skippy_mesh.sizes import parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,33 @@ def usable_of(total_bytes: int, *, cap_bytes: int | None = None, headroom_bytes:
     """What is left of a node's memory under an operator's cap, with the headroom kept free."""
     capped = total_bytes if cap_bytes is None else min(total_bytes, cap_bytes)
     return max(capped - headroom_bytes, 0)
+
+
+RATE_LABEL = "skippy_mesh/bytes_per_s"
+"""A Ray node label: how fast the node reads weights, as in ``50GB``."""
+
+
+def nodes_of_cluster(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
+    """The nodes of a Ray cluster that may hold a stage, from what ``ray.nodes()`` answers.
+
+    A node may give the memory it declares (``ray start --memory``, else Ray's own part of what was
+    free). One that is dead or declares no CPU, as a head often does, is left out. GPUs are not
+    planned for: Ray knows how many there are, and not how much they hold.
+    """
+    alive = [row for row in rows if row["Alive"] and row["Resources"].get("CPU", 0) > 0]
+    names = [str(row.get("NodeName") or row["NodeManagerHostname"]) for row in alive]
+    found = []
+    for row, name in zip(alive, names, strict=True):
+        rate = row.get("Labels", {}).get(RATE_LABEL)
+        found.append(
+            Node(
+                # Several nodes of one machine have one name, and are different nodes.
+                name if names.count(name) == 1 else f"{name}-{row['NodeID'][:8]}",
+                int(row["Resources"].get("memory", 0)),
+                None if rate is None else parse_size(rate),
+            )
+        )
+    return found
 
 
 def by_size(nodes: Iterable[Node]) -> list[Node]:

@@ -65,7 +65,9 @@ def plan(costs: ModelCosts, nodes: Sequence[Node], request: PlanRequest | None =
     request.check(costs, len(nodes))
     found = _search(costs, nodes, request)
     if found is None:
-        raise plan_error(costs, nodes, request, lambda other: bool(_search(costs, nodes, other)))
+        raise plan_error(
+            costs, nodes, request, lambda other, others: bool(_search(costs, others, other))
+        )
     return found
 
 

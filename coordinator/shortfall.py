@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 
 from coordinator.costs import ModelCosts, StageSizes
 from coordinator.layout import match_by_size
-from coordinator.nodes import Node
+from coordinator.nodes import Node, by_size
 from coordinator.request import PlanRequest
 from skippy_mesh.errors import PlanError
 from skippy_mesh.sizes import format_size
 
-Fits = Callable[[PlanRequest], bool]
+Fits = Callable[[PlanRequest, Sequence[Node]], bool]
 
 _MIN_CELLS = 256
+_MAX_MORE_NODES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,14 @@ class Shortfall:
     component: str
     runs: tuple[tuple[int, int], ...]
 
-    def __str__(self) -> str:
+    def told_of(self, names: Sequence[str]) -> str:
+        """The same sentence for all nodes that lack the same."""
         layers = ", ".join(f"{lo}:{hi}" for lo, hi in self.runs)
+        size = format_size(self.node.usable_bytes)
+        who = f"each of {', '.join(names)}" if len(names) > 1 else names[0]
         return (
-            f"{self.node.name} ({format_size(self.node.usable_bytes)}) lacks "
-            f"{format_size(self.num_bytes, round_up=True)} for layers {layers}, by its "
-            f"{self.component}"
+            f"{who} ({size}) lacks {format_size(self.num_bytes, round_up=True)} for layers "
+            f"{layers}, by its {self.component}"
         )
 
 
@@ -42,7 +45,7 @@ def plan_error(
     costs: ModelCosts, nodes: Sequence[Node], request: PlanRequest, fits: Fits
 ) -> PlanError:
     """The error for a ``request`` that does not fit ``nodes``, largest first. ``fits`` tells
-    whether another request would."""
+    whether another request would, or others."""
     num_cells = request.least_pool(costs.native_context)
     num_ids = request.num_ids(request.lanes or 1)
     sizes = StageSizes(costs, num_cells=num_cells, num_ids=num_ids)
@@ -50,7 +53,9 @@ def plan_error(
         shortfalls = _of_cuts((0, *request.cuts, sizes.num_layers), nodes, sizes)
     else:
         shortfalls = [_of_node(node, nodes, sizes) for node in nodes]
-    changes = list(_changes(request, num_cells, fits))
+    changes = list(_changes(request, num_cells, lambda other: fits(other, nodes)))
+    if request.cuts is None and request.num_stages is None:
+        changes.extend(_more_nodes(nodes, lambda more: fits(request, more)))
     if request.cuts is None or len(shortfalls) == 1:
         least = min(shortfalls, key=lambda shortfall: shortfall.num_bytes)
         more = format_size(least.num_bytes, round_up=True)
@@ -60,11 +65,18 @@ def plan_error(
     message = (
         f"the model does not fit: {num_cells} cells and {lanes} take at least "
         f"{format_size(sizes.total(0, sizes.num_layers))}, and {_nodes(len(nodes))} "
-        f"{format_size(usable)}; {'; '.join(map(str, shortfalls))}"
+        f"{format_size(usable)}; {_sentences(shortfalls)}"
     )
     if changes:
         message += f"; it would fit with {', or with '.join(changes)}"
     return PlanError(message, {s.node.name: s.num_bytes for s in shortfalls})
+
+
+def _sentences(shortfalls: Sequence[Shortfall]) -> str:
+    alike: dict[str, list[Shortfall]] = {}
+    for shortfall in shortfalls:
+        alike.setdefault(shortfall.told_of([""]), []).append(shortfall)
+    return "; ".join(same[0].told_of([s.node.name for s in same]) for same in alike.values())
 
 
 def _nodes(count: int) -> str:
@@ -126,7 +138,20 @@ def _shortfall(node: Node, runs: tuple[tuple[int, int], ...], sizes: StageSizes)
     return Shortfall(node, -left, binding, runs)
 
 
-def _changes(request: PlanRequest, num_cells: int, fits: Fits) -> Iterator[str]:
+def _more_nodes(nodes: Sequence[Node], fits: Callable[[Sequence[Node]], bool]) -> Iterator[str]:
+    """How many more nodes like the largest."""
+    like = nodes[0]
+    more = [replace(like, name=f"{like.name}+{index}") for index in range(_MAX_MORE_NODES)]
+    counts = range(1, _MAX_MORE_NODES + 1)
+    at = bisect_left(counts, True, key=lambda count: fits(by_size([*nodes, *more[:count]])))
+    if at < len(counts):
+        text = f"{counts[at]} more nodes" if at else "one more node"
+        yield f"{text} of {format_size(like.usable_bytes)}"
+
+
+def _changes(
+    request: PlanRequest, num_cells: int, fits: Callable[[PlanRequest], bool]
+) -> Iterator[str]:
     """For each flag the least change of it alone that fits."""
     if request.cuts is not None and fits(replace(request, cuts=None)):
         yield "other cuts"

@@ -30,8 +30,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--node", action="append", default=[], type=_node, metavar="NAME=BYTES[@RATE]",
         help="a machine and the memory a stage may take there, as 16GiB; with @50GB, how much it "
-        "reads in a second. Repeat for more (default: this machine's free memory)",
+        "reads in a second. Repeat for more (default: 85 %% of this machine's free memory)",
     )  # fmt: skip
+    add("--address", metavar="RAY", help="plan for the nodes of this Ray cluster")
     add("--stages", type=int, metavar="K", help="so many stages (default: as few as fit)")
     add("--cuts", type=_cuts, metavar="L[,L..]", help="cut before these layers and no others")
     add(
@@ -79,13 +80,25 @@ def show_plan(args: argparse.Namespace, model: ModelFile) -> int:
         num_stages=args.stages,
         reserved_ids=NUM_SPARE_LANES,
     )
-    found = plan(costs, args.node or [this_machine()], request)
+    found = plan(costs, nodes_of(args), request)
     name = model.paths[0].name
     if args.json:
         print(json.dumps({"model": name, "kv_type": args.kv, **as_json(found)}))
     else:
         print(as_text(found, costs, f"{name}, KV {args.kv}"))
     return 0
+
+
+def nodes_of(args: argparse.Namespace) -> Sequence[Node]:
+    """Those named, else those of the cluster asked for, else this machine."""
+    if args.node and args.address:
+        raise UsageError("--node and --address both say which nodes there are: give one of them")
+    if args.address:
+        from coordinator.launch import cluster_nodes, ray_cluster
+
+        with ray_cluster(address=args.address, num_cpus=0, namespace="skippy"):
+            return cluster_nodes()
+    return args.node or [this_machine()]
 
 
 def this_machine() -> Node:

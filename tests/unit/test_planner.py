@@ -83,7 +83,7 @@ def test_the_planner_never_goes_below_its_floor_by_itself():
     """Public design rules, case 7: below 65,536 only if asked to, or if the model has no more."""
     nodes = create_nodes(8, 8)
     costs = create_costs(12, 12 * GIB, kv=64 * KIB, native=131_072)
-    with pytest.raises(PlanError, match=r"it would fit with --ctx-size 32768, or with .* more on"):
+    with pytest.raises(PlanError, match=r"would fit with --ctx-size 32768, or with one more node"):
         plan(costs, nodes, RULES)
     expected = (32_768, 8, [6, 6])
     assert outline(plan(costs, nodes, replace(RULES, context=32_768))) == expected
@@ -146,7 +146,9 @@ def test_recurrent_memory_is_charged_per_id_to_the_byte():
     found = plan(costs, [Node("a", need)], request)
     assert found.stages[0].bytes.recurrent == 24 * 64 * per_lane == 29_387_390_976
     assert (found.lanes, found.stages[0].free_bytes) == (64, 0)
-    with pytest.raises(PlanError, match=r"lacks 1B .* recurrent; .* with --parallel 63, or"):
+    with pytest.raises(
+        PlanError, match=r"lacks 1B .* recurrent; .* with --parallel 63, or .* one more"
+    ):
         plan(costs, [Node("a", need - 1)], request)
     left = plan(costs, [Node("a", need - 1)], replace(request, lanes=None))
     assert (left.lanes, left.ceiling.binding.component) == (63, "recurrent")
@@ -302,6 +304,16 @@ def test_an_unused_node_says_why():
     assert found.unused["tiny"].startswith("too small for even one layer, which takes 1.1")
 
 
+@pytest.mark.parametrize("num_more", [1, 3, 9])
+def test_the_number_of_nodes_that_an_error_asks_for_is_enough_and_not_too_many(num_more):
+    costs = create_costs(40, 40 * GIB, kv=64 * KIB, native=65_536)
+    num_needed = -(-40 // 4)  # 4.5 GiB hold four layers with their cells
+    nodes = [Node(f"n{index}", 4 * GIB + GIB // 2) for index in range(num_needed - num_more)]
+    said = f"{num_more} more nodes" if num_more > 1 else "one more node"
+    with pytest.raises(PlanError, match=rf"would fit with {said} of 4\.50GiB"):
+        plan(costs, nodes, RULES)
+
+
 def test_a_model_that_does_not_fit_names_each_nodes_blocker():
     """Rule PL6: what is short, where, and by which component."""
     with pytest.raises(PlanError) as caught:
@@ -309,8 +321,11 @@ def test_a_model_that_does_not_fit_names_each_nodes_blocker():
     text = str(caught.value)
     assert "\n" not in text
     assert "65536 cells and 1 lane take at least 24.71GiB, and 2 nodes have 22.00GiB" in text
-    assert "a (11.00GiB) lacks 3.83GiB for layers 0:6, by its weights" in text
-    assert text.endswith("it would fit with --ctx-size 16384, or with 3.83GiB more on a")
+    assert "each of a, b (11.00GiB) lacks 3.83GiB for layers 0:6, by its weights" in text
+    assert text.endswith(
+        "it would fit with --ctx-size 16384, or with one more node of 11.00GiB, or with 3.83GiB "
+        "more on a"
+    )
     assert caught.value.shortfalls.keys() == {"a", "b"}
 
 
