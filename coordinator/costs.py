@@ -2,7 +2,8 @@
 
 Integers throughout, rounded up: a float flips exactly the plans that just fit. Read of llama.cpp:
 which layers get cells and how wide (``llama_kv_cache``), what a state row holds
-(``llama_hparams::n_embd_r`` and ``n_embd_s``, float32), and that MLA's cache has no V.
+(``llama_hparams::n_embd_r`` and ``n_embd_s``, float32), and that MLA's cache has no V. What a step
+takes for its graph was measured with llama.cpp's dry run (tests/e2e/test_plan_bytes.py).
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ PROCESS_BYTES = 256 * 2**20
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _TABLE, _HEAD = "token_embd.weight", "output."
 _KV_PERCENT = 85  # cells are priced as if they filled so much of their part
-_STATE_VALUE_BYTES = 4
 _MASK_VALUE_BYTES = 2  # f16 with flash attention
-_LOGIT_BYTES = 4
+_FLOAT_BYTES = 4
+_STEP_WIDTHS = 24  # of a row, alive at once in a layer: 15 to 22 measured in the five classes
+_STEP_STATES = 2  # rows per id that a step gathers and writes back, one layer at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +57,12 @@ def _no_spare(num_cells: int) -> int:
 class ModelCosts:
     """Bytes of a model, in stages to be made.
 
-    The first stage holds ``embedding``, the last ``head`` and ``logits``, every one ``common``
-    (tensors of no layer, the process itself) and ``per_cell`` for each cell of its pool, whatever
-    its layers. ``pool_of`` makes the cells sessions may use into those that are allocated.
-    ``why_illegal`` says why layers [lo, hi) cannot be a stage, None if they can.
-    ``min_legal_layers`` are enough, wherever they begin, for a stage to hold each kind of layer.
+    The first stage holds ``embedding``, the last ``head`` and ``logits``, every one ``common`` (the
+    process, a step's rows, tensors of no layer) and ``per_cell`` for each cell of its pool,
+    whatever its layers; where there are states, ``per_id`` for each id. ``pool_of`` makes the cells
+    sessions may use into those that are allocated. ``why_illegal`` says why layers [lo, hi) cannot
+    be a stage, None if they can. ``min_legal_layers`` are enough, wherever they begin, for a stage
+    to hold each kind of layer.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -69,6 +72,7 @@ class ModelCosts:
     logits: int = 0
     common: int = 0
     per_cell: int = 0
+    per_id: int = 0
     frame: int = 0
     pool_of: Callable[[int], int] = _no_spare
     why_illegal: Callable[[int, int], str | None] = _any_slice
@@ -145,7 +149,7 @@ class StageSizes:
         return num_bytes
 
     def recurrent_per_id(self, lo: int, hi: int) -> int:
-        return self._recurrent[hi] - self._recurrent[lo]
+        return self._recurrent[hi] - self._recurrent[lo] + self.costs.per_id
 
     def work(self, lo: int, hi: int) -> int:
         """Bytes of weights a step reads: the table of embeddings is only looked up."""
@@ -183,6 +187,8 @@ def costs_of(
         elif not block and name != _TABLE and not name.startswith(_HEAD):
             common += num_bytes
     num_pools = len({"attention", "window"} & set(family.components))
+    step_rows = _FLOAT_BYTES * STEP_ROWS * _STEP_WIDTHS * width
+    logits = _FLOAT_BYTES * STEP_ROWS * facts.num_vocab  # in the same place, when those are done
     return ModelCosts(
         layers=tuple(
             _layer_costs(facts, layer, kinds[layer], weights[layer], kv_type)
@@ -191,10 +197,11 @@ def costs_of(
         native_context=int(facts.keys["context_length"]),
         embedding=tensors[_TABLE],
         head=_head_bytes(family, tensors),
-        logits=_LOGIT_BYTES * facts.num_vocab * (STEP_ROWS + MAX_LANES),
-        common=common,
+        logits=max(logits - step_rows, 0) + _FLOAT_BYTES * MAX_LANES * facts.num_vocab,
+        common=common + step_rows,
         per_cell=num_pools * (BYTES_PER_CELL + _MASK_VALUE_BYTES * STEP_ROWS),
-        frame=4 * width,
+        per_id=_STEP_STATES * _state_bytes(facts) if family.is_recurrent else 0,
+        frame=_FLOAT_BYTES * width,
         pool_of=lambda num_cells: pool_size(num_cells, pad=MAX_PAD),
         why_illegal=_legality(family, facts),
         min_legal_layers=_min_legal_layers(family, facts),
@@ -250,7 +257,7 @@ def _state_bytes(facts: ModelFacts) -> int:
         for key in ("inner_size", "state_size", "group_count", "conv_kernel")
     )
     conv = max(kernel - 1, 0) * (inner + 2 * groups * state)
-    return _STATE_VALUE_BYTES * (conv + state * inner)
+    return _FLOAT_BYTES * (conv + state * inner)
 
 
 def _legality(family: Family, facts: ModelFacts) -> Callable[[int, int], str | None]:

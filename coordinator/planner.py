@@ -197,9 +197,9 @@ def _unused(fit: _Fit, taken: dict[str, int], sizes: StageSizes) -> dict[str, st
         if node.usable_bytes < least:
             reason = f"too small for even one layer, which takes {format_size(least)}"
         elif request.cuts is not None or request.num_stages is not None:
-            reason = f"{num_stages} stages were asked for, and larger nodes hold them"
+            reason = f"{num_stages} stages were asked for, and nodes as large or larger hold them"
         else:
-            on = f"{num_stages} larger nodes" if num_stages > 1 else "one node"
-            reason = f"the model fits on {on}, and a stage more is a hop more"
+            on = f"{num_stages} nodes" if num_stages > 1 else "one node"
+            reason = f"the model fits on {on} as large or larger, and a stage more is a hop more"
         reasons[node.name] = reason
     return reasons

@@ -161,7 +161,7 @@ def as_text(plan: Plan, costs: ModelCosts, title: str) -> str:
         "",
         f"pool: {plan.num_cells} cells for all sessions; {pool} are allocated and priced at 100/85",
         f"a layer: {_layer_text(costs)}",
-        f"ceiling: {plan.ceiling} = {plan.ceiling.binding.term}",
+        f"ceiling: {plan.ceiling} ({plan.ceiling.binding.term})",
         *(f"  {text}" for text in _least_terms(plan.ceiling.terms)),
         *(f"not used: {name}: {reason}" for name, reason in plan.unused.items()),
     ]

@@ -21,7 +21,8 @@ def parse_size(text: str) -> int:
     scale = (1000 if is_decimal else 1024) ** _UNITS[unit.upper()]
     decimals = decimals or ""
     # In integers: a float would lose bytes of a large size.
-    return int(whole + decimals) * scale // 10 ** len(decimals)
+    num_bytes: int = int(whole + decimals) * scale // 10 ** len(decimals)
+    return num_bytes
 
 
 def format_size(num_bytes: int, *, round_up: bool = False) -> str:

@@ -7,9 +7,10 @@ real one and takes no space: behind the header it is a hole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -28,6 +29,9 @@ _ALIGNMENT = 32
 @dataclass(frozen=True, kw_only=True)
 class _V2Lite(Deepseek2):
     """Two shared experts, stored as one of twice the width."""
+
+    def metadata(self) -> dict[str, Any]:
+        return super().metadata() | {"expert_shared_count": 2}
 
     def write_experts(self, model: ModelWriter, block: str) -> None:
         super().write_experts(model, block)
@@ -104,9 +108,10 @@ REAL_MODELS: dict[str, Shape] = {
 }
 
 
-def write_header(name: str, folder: Path) -> Path:
-    """The file of a real model, without weights."""
+def write_header(name: str, folder: Path, *, num_vocab: int | None = None) -> Path:
+    """The file of a real model, without weights; with another vocabulary if so told."""
     shape = REAL_MODELS[name]
+    shape = replace(shape, num_vocab=num_vocab or shape.num_vocab)
     writer = _HeaderWriter(folder / f"{name}.gguf", shape.architecture)
     shape.write(writer)
     return writer.close()
@@ -120,7 +125,7 @@ class _HeaderWriter(ModelWriter):
         self._sizes: dict[str, tuple[GGMLQuantizationType, tuple[int, ...]]] = {}
 
     def vocabulary(self, num_vocab: int) -> None:
-        pass
+        self.metadata["tokenizer.ggml.model"] = "no_vocab"
 
     def normal(self, name: str, *sizes: int) -> Floats:
         return np.zeros(sizes[::-1], np.float32)

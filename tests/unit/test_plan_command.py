@@ -96,8 +96,8 @@ def test_the_text_names_nodes_bytes_and_the_formula(run):
     head, *_ = out.splitlines()
     assert head == "Gemma-2-9B.gguf, KV q8_0: 42 layers, context 8192 of 8192"
     assert "pool: 8192 cells for all sessions; 9472 are allocated and priced at 100/85" in out
-    assert "ceiling: 32, bound by stage 0 attention = 8192 cells / 256 per session" in out
-    assert "not used: spare: the model fits on 2 larger nodes" in out
+    assert "ceiling: 32, bound by stage 0 attention (8192 cells / 256 per session)" in out
+    assert "not used: spare: the model fits on 2 nodes as large or larger" in out
     rows = [line.split() for line in out.splitlines()[3:5]]
     assert [row[1] for row in rows] == ["large", "small"]
 

@@ -300,7 +300,7 @@ def test_an_unused_node_says_why():
     """Rule PL6."""
     nodes = [*create_nodes(23, 23, 23), Node("tiny", GIB // 2)]
     found = plan(replace(FORTY, native_context=65_536), nodes, RULES)
-    assert found.unused["c"].startswith("the model fits on 2 larger nodes")
+    assert found.unused["c"].startswith("the model fits on 2 nodes as large or larger")
     assert found.unused["tiny"].startswith("too small for even one layer, which takes 1.1")
 
 
