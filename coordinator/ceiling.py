@@ -67,6 +67,11 @@ def ceiling(
         for index, stage in enumerate(stages)
         for component, size in stage.by_component().items()
     )
+    return bound(terms, parallel=parallel)
+
+
+def bound(terms: tuple[Term, ...], *, parallel: int | None = None) -> Ceiling:
+    """The least of ``terms``, the first of equals, or ``parallel`` where that is less."""
     binding = min(terms, key=lambda term: term.value)
     if binding.value < 1:
         raise UsageError(

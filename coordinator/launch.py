@@ -23,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from coordinator.ceiling import Ceiling, ceiling, mesh_capacity
+from coordinator.nodes import Node, nodes_of_cluster
 from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
 from skippy_mesh.engine import EnginePlan
@@ -87,6 +88,11 @@ def ray_cluster(*, address: str | None, num_cpus: int, namespace: str) -> Iterat
         yield
     finally:
         ray.shutdown()
+
+
+def cluster_nodes() -> list[Node]:
+    """What the cluster's nodes may give; inside :func:`ray_cluster`."""
+    return nodes_of_cluster(ray.nodes())
 
 
 def _check_answers(address: str) -> None:

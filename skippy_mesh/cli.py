@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from skippy_mesh import __version__
+from skippy_mesh.commands_plan import add_plan_flags, show_plan
 from skippy_mesh.config import KV_TYPES, ContextConfig, EngineSettings, StageSpec, specs_of
 from skippy_mesh.errors import ModelFileError, SkippyError, StageError, UsageError
 from skippy_mesh.families import check_cuts, even_cuts
@@ -102,6 +103,10 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("-s", "--seed", type=int, metavar="S", help="default: random")
     generate.add_argument("--json", action="store_true", help="last line: text and token ids")
     generate.set_defaults(run=run_generate)
+
+    plan = commands.add_parser("plan", help="say which node would run which layers")
+    add_plan_flags(plan)
+    plan.set_defaults(run=run_plan)
 
     cut = commands.add_parser("slice", help="write some layers of a model as a file of their own")
     cut.add_argument("model", metavar="MODEL", help="a GGUF file, or demo")
@@ -303,6 +308,10 @@ def run_slice(args: argparse.Namespace) -> int:
     cut(model, lo, hi, out)
     print(f"{out}: layers {lo}:{hi} of {model.num_layers}, {out.stat().st_size:,} bytes")
     return 0
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    return show_plan(args, open_model(args.model, allow_unproven=args.allow_unproven))
 
 
 def open_model(name: str, *, allow_unproven: bool = False) -> ModelFile:

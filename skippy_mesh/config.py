@@ -14,8 +14,29 @@ MAX_THREADS = 512  # GGML_MAX_N_THREADS; more is a native assert
 EXACT_KV_TYPES = ("q8_0", "bf16")
 NUM_SPARE_LANES = 4  # a context keeps one for freed cells, up to three for rows that pad
 KV_TYPES = ("q8_0", "bf16", "f16", "f32")
+_BYTES_PER_32_VALUES = {"q8_0": 34, "bf16": 64, "f16": 64, "f32": 128}
+BYTES_PER_CELL = 48  # llama.cpp's own record of a cell: position, shift, 256 sequence bits
+_CELL_STEP = 256  # llama.cpp makes pools of multiples of it
+_SLACK = 8
 MAX_CELLS = 2**31 - 1
 """llama.cpp counts positions in 32 bits; more would wrap around to a small pool."""
+
+
+def kv_bytes(kv_type: str, num_values: int) -> int:
+    """What a cell takes for ``num_values`` of K or of V, in whole blocks of 32."""
+    return -(-num_values // 32) * _BYTES_PER_32_VALUES[kv_type]
+
+
+def whole_cells(num_cells: int) -> int:
+    """What llama.cpp rounds a pool up to."""
+    return num_cells + -num_cells % _CELL_STEP
+
+
+def pool_size(num_cells: int, *, pad: int = 1) -> int:
+    """Cells to ask llama.cpp for: those that can be used, those of padding rows, and an eighth more
+    for freed cells, so that the pool is compacted once in so many rows and not at every step."""
+    usable = whole_cells(num_cells)
+    return whole_cells(usable + usable // _SLACK + pad - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

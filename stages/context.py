@@ -17,7 +17,13 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from skippy_mesh.config import ContextConfig
+from skippy_mesh.config import (
+    BYTES_PER_CELL,
+    ContextConfig,
+    kv_bytes,
+    pool_size,
+    whole_cells,
+)
 from skippy_mesh.errors import (
     DecodeError,
     InvalidBatchError,
@@ -26,6 +32,7 @@ from skippy_mesh.errors import (
     RuntimeUnavailableError,
 )
 from skippy_mesh.messages import MAX_LANES, Copy, Remove
+from skippy_mesh.sizes import available_bytes
 from stages.batch import BatchBuffer, Floats, Rows, check_rows
 from stages.memory import LaneMemory
 from stages.native import (
@@ -39,10 +46,6 @@ from stages.native import (
 from stages.profile import PLAIN, Padding, Profile, pad_plan
 
 _KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}  # enum ggml_type
-_BYTES_PER_VALUE = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
-_BYTES_PER_CELL = 48  # llama.cpp's own record of a cell: position, shift, 256 sequence bits
-_CELL_STEP = 256  # llama.cpp makes pools of multiples of it
-_SLACK = 8
 _FLASH_ATTENTION_ON = 1
 _LOOKED_UP = "embd"  # llama.cpp's name for what build_inp_embd() gives
 _NO_ROWS = np.empty((0, 0), np.float32)
@@ -111,7 +114,7 @@ class StageContext:
         self._context_bytes = _rss_bytes() - rss_before
         # llama.cpp rounds what was asked for; only what it reports may be relied on.
         pool: int = llama_cpp.llama_n_ctx(self._context)
-        self.num_cells = min(_round_up(config.num_cells), pool - profile.pad + 1)
+        self.num_cells = min(whole_cells(config.num_cells), pool - profile.pad + 1)
         native_rows = min(
             llama_cpp.llama_n_batch(self._context), llama_cpp.llama_n_ubatch(self._context)
         )
@@ -231,8 +234,8 @@ class StageContext:
     def _new_context(self, config: ContextConfig) -> int:
         self._check_fits(config)
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = self._pool_size(config)
         pad = self._profile.pad
+        params.n_ctx = pool_size(config.num_cells, pad=pad)
         params.n_seq_max = config.num_lanes + pad  # the lanes, the grave, and padding's
         num_rows = max(config.max_rows, params.n_seq_max)  # fewer are a native assert
         params.n_batch = params.n_ubatch = num_rows + -num_rows % pad
@@ -256,19 +259,14 @@ class StageContext:
             )
         return context
 
-    def _pool_size(self, config: ContextConfig) -> int:
-        """Cells to ask for: those that can be used, those of padding rows, and an eighth more for
-        freed cells, so that the pool is compacted once in so many rows and not at every step."""
-        usable = _round_up(config.num_cells)
-        return _round_up(usable + usable // _SLACK + self._profile.pad - 1)
-
     def _check_fits(self, config: ContextConfig) -> None:
         """llama.cpp touches all of a pool when it creates it: one beyond memory would not fail but
         push every process of this machine out."""
         head_width = self.num_embd // max(1, llama_cpp.llama_model_n_head(self._model))
         num_values = 2 * self.num_layers * head_width * llama_cpp.llama_model_n_head_kv(self._model)
-        num_bytes = num_values * _BYTES_PER_VALUE[config.kv_type] + _BYTES_PER_CELL
-        need, free = int(self._pool_size(config) * num_bytes), _available_bytes()
+        num_bytes = kv_bytes(config.kv_type, num_values) + BYTES_PER_CELL
+        need = pool_size(config.num_cells, pad=self._profile.pad) * num_bytes
+        free = available_bytes()
         if free is not None and need > free:
             raise RuntimeUnavailableError(
                 f"a context of {config.num_cells} cells ({config.kv_type} KV) takes "
@@ -344,10 +342,6 @@ def _new_tap(last: str, restored: str) -> int:
     return tap
 
 
-def _round_up(num_cells: int) -> int:
-    return num_cells + -num_cells % _CELL_STEP
-
-
 def _rss_bytes() -> int:
     """Resident memory of this process, 0 where the system does not tell."""
     try:
@@ -355,13 +349,3 @@ def _rss_bytes() -> int:
     except OSError:
         return 0
     return int(fields[1]) * 4096
-
-
-def _available_bytes() -> int | None:
-    """Memory this machine can still give, None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None

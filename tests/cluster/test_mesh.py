@@ -13,7 +13,7 @@ import tempfile
 import pytest
 import ray
 
-from coordinator.launch import mesh, ray_cluster
+from coordinator.launch import cluster_nodes, mesh, ray_cluster
 from skippy_mesh.client import EngineClient
 from skippy_mesh.config import ContextConfig, EngineSettings, specs_of
 from skippy_mesh.errors import QueueFullError, SkippyError, UsageError
@@ -153,3 +153,9 @@ def test_a_mesh_leaves_no_actor_behind(model):
     with running(model) as (_, client):
         submit(client, request(1, max_tokens=1500)).get(timeout=ENDS_WITHIN_S)
     assert not [a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"]]
+
+
+def test_a_plan_can_ask_the_cluster_what_its_nodes_may_give():
+    (node,) = cluster_nodes()
+    assert 2**28 < node.usable_bytes < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert node.bytes_per_s is None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tests.models.tokenizer import tokenizer_metadata
 from tests.models.writer import ModelWriter
 
 QUERY_GAIN = 3.0
@@ -64,7 +63,7 @@ class Shape:
         """Everything but the file's end."""
         own = {f"{self.architecture}.{key}": value for key, value in self.metadata().items()}
         model.metadata |= {"general.name": f"random {self.architecture}", **own}
-        model.metadata |= tokenizer_metadata(self.num_vocab)
+        model.vocabulary(self.num_vocab)
         model.matrix("token_embd.weight", self.width, self.num_vocab, gain=self.embedding_gain)
         if self.has_output_norm:
             model.vector("output_norm.weight", self.width, mean=HEAD_GAIN / self.embedding_gain)

@@ -12,6 +12,8 @@ from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFile
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
+from tests.models.tokenizer import tokenizer_metadata
+
 Floats = NDArray[np.float32]
 
 # The types written here; all others are left to llama.cpp's own quantiser.
@@ -37,6 +39,9 @@ class ModelWriter:
         self._type, self._file_type = DIRECT_TYPES[dtype]
         self._gguf = GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
 
+    def vocabulary(self, num_vocab: int) -> None:
+        self.metadata |= tokenizer_metadata(num_vocab)
+
     def normal(self, name: str, *sizes: int) -> Floats:
         """Standard normal numbers that depend on the seed and the name, and on no other tensor."""
         rng = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
@@ -61,7 +66,7 @@ class ModelWriter:
         """Write the file; its path, or that of the first part."""
         self._gguf.add_file_type(self._file_type)
         self._gguf.add_quantization_version(GGML_QUANT_VERSION)
-        _add_metadata(self._gguf, self.metadata.items())
+        add_metadata(self._gguf, self.metadata.items())
         self._gguf.write_header_to_file()
         self._gguf.write_kv_data_to_file()
         self._gguf.write_tensors_to_file()
@@ -72,7 +77,7 @@ class ModelWriter:
         return self._path.with_name(f"{self._path.stem}-00001-of-{num_parts:05d}.gguf")
 
 
-def _add_metadata(gguf: GGUFWriter, items: Iterable[tuple[str, Any]]) -> None:
+def add_metadata(gguf: GGUFWriter, items: Iterable[tuple[str, Any]]) -> None:
     add_by_type = {
         bool: gguf.add_bool,
         int: gguf.add_uint32,

@@ -20,6 +20,7 @@ COPIED = ("skippy_mesh", "stages", "coordinator", "bench", "tests", "pyproject.t
 SCHEDULER = "tests/unit/test_scheduler.py::"
 LEDGER = "tests/unit/test_ledger.py::"
 CONTEXT = "tests/e2e/test_context.py::"
+PLANNER = "tests/unit/test_planner.py::"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,30 @@ FAULTS = {
         "for lane in plan.removed:",
         "for lane in plan.removed[1:]:",
         SCHEDULER + "test_an_id_comes_back_only_when_all_stages_have_confirmed",
+    ),
+    "pack cells to the last byte": Fault(
+        "coordinator/costs.py",
+        "return -(-self.pool * bytes_per_cell * 100 // _KV_PERCENT)",
+        "return self.pool * bytes_per_cell",
+        PLANNER + "test_cells_are_priced_as_if_they_filled_85_percent",
+    ),
+    "charge states per lane instead of per id": Fault(
+        "coordinator/request.py",
+        "return lanes * self.ids_per_lane + self.reserved_ids",
+        "return lanes",
+        PLANNER + "test_lanes_give_way_before_the_context_does",
+    ),
+    "cut anywhere": Fault(
+        "coordinator/layout.py",
+        "if costs.why_illegal(lo, hi) is None)",
+        "if lo < hi)",
+        PLANNER + "test_only_legal_cuts_are_made",
+    ),
+    "take nodes as they come": Fault(
+        "coordinator/nodes.py",
+        "sorted(nodes, key=lambda node: (-node.usable_bytes, node.name))",
+        "list(nodes)",
+        PLANNER + "test_the_order_of_nodes_does_not_matter",
     ),
 }
 
