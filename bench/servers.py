@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 
 from bench.processes import ProcessTree, Watch
-from skippy_mesh.cli import demo_path
 from skippy_mesh.errors import RuntimeUnavailableError, UsageError
+from skippy_mesh.starting import demo_path
 
 READY_LINE = "skippy_mesh ready on "
 SAMPLE_S = 0.2

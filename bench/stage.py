@@ -22,9 +22,9 @@ from contextlib import ExitStack
 import numpy as np
 
 from bench.machine import commit, machine_facts
-from skippy_mesh.cli import demo_path
 from skippy_mesh.config import ContextConfig, specs_of
 from skippy_mesh.messages import Remove, SamplingParams, StepBatch
+from skippy_mesh.starting import demo_path
 from skippy_mesh.wire import (
     Hidden,
     decode_activations,

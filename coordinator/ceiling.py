@@ -71,8 +71,9 @@ def ceiling(
 
 
 def bound(terms: tuple[Term, ...], *, parallel: int | None = None) -> Ceiling:
-    """The least of ``terms``, the first of equals, or ``parallel`` where that is less."""
-    binding = min(terms, key=lambda term: term.value)
+    """The least of ``terms``, or ``parallel`` where that is less. Of equals the first, and lanes
+    last: they are made to match what the pool permits."""
+    binding = min(terms, key=lambda term: (term.value, term.component == "lanes"))
     if binding.value < 1:
         raise UsageError(
             f"no session fits: stage {binding.stage} allows 0 by its {binding.component} "

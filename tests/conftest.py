@@ -10,7 +10,7 @@ os.environ.setdefault("GGML_CPU_TILED_MM", "0")
 
 import pytest
 
-from skippy_mesh.cli import demo_path
+from skippy_mesh.starting import demo_path
 
 
 @pytest.fixture(autouse=True)

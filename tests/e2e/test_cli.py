@@ -74,7 +74,7 @@ def library(demo_model, env):
 
 @pytest.fixture(scope="module")
 def demo_model():
-    from skippy_mesh.cli import demo_path
+    from skippy_mesh.starting import demo_path
 
     return demo_path()
 
@@ -218,6 +218,10 @@ USAGES = {
     "port beyond all": (("serve", "demo", "--port", "99999"), "99999"),
     "host of no name": (("serve", "demo", "--host", "no.such.host.invalid"), "no.such.host"),
     "engine of no name": (("serve", "demo", "--engine", "steam"), "steam"),
+    "policy that needs a disk": (("serve", "demo", "--preemption-policy", "swap"), "swap needs"),
+    "policy of no name": (("serve", "demo", "--preemption-policy", "luck"), "luck"),
+    "nobody running": (("serve", "demo", "--pin-running", "0"), "running must be at least 1"),
+    "no time between tokens": (("serve", "demo", "--inter-token-ms", "0"), "must be positive"),
     "log in no folder": (("serve", "demo", "--port", "0", "--step-log", "/no/log"), "/no/log"),
     "temperature 9": ((*GENERATE, "--temp", "9"), "temperature"),
     "temperature nan": ((*GENERATE, "--temp", "nan"), "temperature"),
