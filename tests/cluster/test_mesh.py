@@ -6,40 +6,21 @@ import contextlib
 import itertools
 import os
 import queue
-import shutil
 import signal
-import tempfile
 
 import pytest
 import ray
 
-from coordinator.launch import cluster_nodes, mesh, ray_cluster
+from coordinator.launch import cluster_nodes, mesh
 from skippy_mesh.client import EngineClient
 from skippy_mesh.config import ContextConfig, EngineSettings, specs_of
 from skippy_mesh.errors import QueueFullError, SkippyError, UsageError
 from skippy_mesh.messages import Request, SamplingParams
-from tests.models import make_llama
 
 CONTEXT = ContextConfig(num_cells=2048, num_lanes=8, num_threads=1)
 ENDS_WITHIN_S = 60  # a second or two in truth
+pytestmark = pytest.mark.usefixtures("cluster")
 names = (f"mesh{number}" for number in itertools.count())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster(tmp_path_factory):
-    folder = tempfile.mkdtemp(prefix="skippy-")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", folder)
-        patch.setenv("SKIPPY_CACHE_DIR", str(tmp_path_factory.mktemp("mesh") / "cache"))
-        patch.delenv("RAY_ADDRESS", raising=False)
-        with ray_cluster(address=None, num_cpus=4, namespace="test"):
-            yield
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", dtype="q8_0")
 
 
 @contextlib.contextmanager

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
 import signal
-import tempfile
 import threading
 
 import numpy as np
 import pytest
 import ray
 
-from coordinator.launch import ray_cluster, stage_actors
+from coordinator.launch import stage_actors
 from skippy_mesh.config import ContextConfig, specs_of
 from skippy_mesh.errors import (
     InvalidBatchError,
@@ -27,7 +25,6 @@ from skippy_mesh.errors import (
 from skippy_mesh.messages import Copy, Remove, SamplingParams, StepBatch
 from skippy_mesh.wire import Hidden, encode_activations, encode_step
 from stages.pipeline import RayPipeline, check_alive
-from tests.models import make_llama
 from tests.reference import Reference, assert_same_bits, mixed_steps, step_of
 
 CONTEXT = ContextConfig(num_cells=1024, num_lanes=4, num_threads=1)
@@ -36,31 +33,13 @@ GREEDY = SamplingParams()
 TOKENS = {lane: [3 + (7 * at + 31 * lane) % 300 for at in range(200)] for lane in range(3)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster(tmp_path_factory):
-    """One cluster for all tests here, in a short folder: Unix socket names end at 107 bytes."""
-    folder = tempfile.mkdtemp(prefix="skippy-")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", folder)
-        patch.setenv("SKIPPY_CACHE_DIR", str(tmp_path_factory.mktemp("mesh") / "cache"))
-        patch.delenv("RAY_ADDRESS", raising=False)
-        with ray_cluster(address=None, num_cpus=4, namespace="test"):
-            yield
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    # q8_0 needs no padding to be exact, so the library alone is the other side.
-    return make_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", dtype="q8_0")
-
-
 @pytest.fixture(scope="module")
 def pipeline(cluster, model):
     with start(model) as pipeline:
         yield pipeline
 
 
+pytestmark = pytest.mark.usefixtures("cluster")
 names = (f"mesh{number}" for number in itertools.count())
 
 
