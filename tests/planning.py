@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from coordinator.costs import LayerCosts, ModelCosts
 from coordinator.nodes import Node
 from coordinator.planner import Plan
+from coordinator.request import PlanRequest
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -49,3 +50,9 @@ def layers_of(plan: Plan) -> list[int]:
 def outline(plan: Plan) -> tuple[int, int, list[int]]:
     """(context, lanes, layers of each stage)."""
     return plan.context, plan.lanes, layers_of(plan)
+
+
+RULES = PlanRequest(floor_context=4096)
+"""As in the numeric cases: each session counts on 4,096 cells."""
+
+FORTY = create_costs(40, 40 * GIB, kv=64 * KIB, native=131_072)
