@@ -335,7 +335,12 @@ def test_lanes_give_way_before_the_context_does():
     assert (found.context, found.lanes) == (65_536, 5)
     assert str(found.ceiling) == "5, bound by stage 0 recurrent"
     reserved = replace(RULES, reserved_ids=4)
-    assert plan(alternating(8), create_nodes(8 * 1024 + 181, unit=MIB), reserved).lanes == 1
+    nodes = create_nodes(8 * 1024 + 181, unit=MIB)
+    assert plan(alternating(8), nodes, reserved).lanes == 1
+    with pytest.raises(
+        PlanError, match="--parallel 1"
+    ):  # six ids' states, and there is room for five
+        plan(alternating(8), nodes, replace(reserved, lanes=2))
 
 
 def test_the_ceiling_is_the_least_term_and_lowering_it_is_the_operators():
