@@ -194,10 +194,14 @@ def _share(
 
 
 def seat(borders: Sequence[int], nodes: Sequence[Node], sizes: StageSizes) -> list[Run] | None:
-    """A node for each stage between ``borders``, its own where that is possible; None if the stages
-    do not fit."""
-    stages = sorted(itertools.pairwise(borders), key=lambda stage: -sizes.total(*stage))
-    for pairs in (match_by_size(borders, nodes, sizes), _share(stages, nodes, sizes)):
+    """A node for each stage between ``borders``: in the order of the nodes if they fit so, else its
+    own if it can have one, else shared. None if the stages do not fit."""
+    stages = list(itertools.pairwise(borders))
+    by_need = sorted(stages, key=lambda stage: -sizes.total(*stage))
+    ways = [match_by_size(borders, nodes, sizes), _share(by_need, nodes, sizes)]
+    if len(stages) <= len(nodes):
+        ways.insert(0, list(zip(nodes, stages, strict=False)))
+    for pairs in ways:
         taken: dict[str, int] = {}
         for node, stage in pairs:
             taken[node.name] = taken.get(node.name, 0) + sizes.total(*stage)

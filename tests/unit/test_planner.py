@@ -290,6 +290,11 @@ def test_given_cuts_are_kept_and_each_stage_finds_a_node():
     assert [stage.node.name for stage in found.stages] == ["b", "a", "c"]
 
 
+def test_given_cuts_take_equal_nodes_in_order():
+    found = plan(FORTY, create_nodes(40, 40, 40), replace(RULES, cuts=(8, 28)))
+    assert [stage.node.name for stage in found.stages] == ["a", "b", "c"]
+
+
 def test_given_cuts_may_share_a_node_if_they_must():
     found = plan(FORTY, create_nodes(60), replace(RULES, cuts=(8, 28)))
     assert [stage.node.name for stage in found.stages] == ["a", "a", "a"]
@@ -337,9 +342,8 @@ def test_lanes_give_way_before_the_context_does():
     reserved = replace(RULES, reserved_ids=4)
     nodes = create_nodes(8 * 1024 + 181, unit=MIB)
     assert plan(alternating(8), nodes, reserved).lanes == 1
-    with pytest.raises(
-        PlanError, match="--parallel 1"
-    ):  # six ids' states, and there is room for five
+    # Six ids' states, and there is room for five.
+    with pytest.raises(PlanError, match="--parallel 1"):
         plan(alternating(8), nodes, replace(reserved, lanes=2))
 
 
