@@ -6,8 +6,8 @@ in a crowd a lane that goes on after another one has left would get cells *below
 bits would change. Three rules keep every lane in order of its positions:
 
 * a freed cell stays taken: it goes to one spare lane, the grave, so new cells only come on top;
-* when the top is reached, the pool is compacted: the living are saved, the pool is cleared, and
-  they are written back, each in one run;
+* when the top is reached, or more cells are dead than alive, the pool is compacted: the living are
+  saved, the pool is cleared, and they are written back, each in one run;
 * padding rows come last in their step and are wiped at once, so they are the topmost cells.
 
 All of it is a matter of one pool: stages need not agree on when they compact.
@@ -22,6 +22,10 @@ import llama_cpp
 
 from skippy_mesh.errors import DecodeError, InvalidBatchError, NoRoomError
 from skippy_mesh.messages import Copy, Remove
+
+
+_FEW_CELLS = 512
+"""So many dead cells are never worth a compaction."""
 
 
 class LaneMemory:
@@ -63,7 +67,12 @@ class LaneMemory:
         """Make sure the rows and their padding fit on top; :class:`NoRoomError`, and nothing
         changed, if not."""
         self.check_room(num_rows)
-        if self._top + num_rows + num_padding > self._pool_size:
+        # Attention walks over every cell below the top, the dead ones too.
+        num_dead = self._top - sum(self.next_positions)
+        if (
+            self._top + num_rows + num_padding > self._pool_size
+            or num_dead > sum(self.next_positions) + _FEW_CELLS
+        ):
             self._compact()
 
     def advance(self, reached: Mapping[int, int], num_rows: int) -> None:
