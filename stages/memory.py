@@ -23,7 +23,6 @@ import llama_cpp
 from skippy_mesh.errors import DecodeError, InvalidBatchError, NoRoomError
 from skippy_mesh.messages import Copy, Remove
 
-
 _FEW_CELLS = 512
 """So many dead cells are never worth a compaction."""
 
