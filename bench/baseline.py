@@ -13,12 +13,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from coordinator.ceiling import Ceiling, Term
-from coordinator.launch import Mesh, stage_actors
+from coordinator.launch import Mesh, on_own_thread, stage_actors
 from skippy_mesh.client import ReportQueue
 from skippy_mesh.config import StageSpec
 from skippy_mesh.errors import SkippyError
@@ -32,7 +31,7 @@ from skippy_mesh.messages import (
     TokenEvent,
 )
 from stages.pipeline import LocalPipeline, RayPipeline, check_alive
-from stages.worker import StageInfo, StageWorker
+from stages.worker import StageWorker
 
 logger = logging.getLogger(__name__)
 
@@ -220,48 +219,32 @@ def baseline_mesh(specs: Sequence[StageSpec], *, mesh_name: str = "skippy") -> I
     with ExitStack() as stack:
         if len(specs) > 1:
             actors, infos = stack.enter_context(stage_actors(specs, mesh_name=mesh_name))
-            pipeline: Pipeline = RayPipeline(actors, infos)
+            remote = RayPipeline(actors, infos)
             alive = functools.partial(check_alive, actors)
-            yield stack.enter_context(_running(lambda: (pipeline, infos), alive))
+            yield stack.enter_context(on_own_thread(lambda: _served(remote, alive)))
         else:
-            yield stack.enter_context(_running(lambda: _load(specs), lambda: None))
+            yield stack.enter_context(on_own_thread(lambda: _load(specs)))
 
 
-def _load(specs: Sequence[StageSpec]) -> tuple[LocalPipeline, list[StageInfo]]:
-    pipeline = LocalPipeline([StageWorker(spec) for spec in specs])
-    return pipeline, pipeline.infos
+def _load(specs: Sequence[StageSpec]) -> tuple[Mesh, Callable[[], None]]:
+    return _served(LocalPipeline([StageWorker(spec) for spec in specs]), lambda: None)
 
 
-@contextmanager
-def _running(
-    load: Callable[[], tuple[Pipeline, list[StageInfo]]], alive: Callable[[], str | None]
-) -> Iterator[Mesh]:
-    loading: Future[tuple[Baseline, list[StageInfo]]] = Future()
+def _served(
+    pipeline: LocalPipeline | RayPipeline, alive: Callable[[], str | None]
+) -> tuple[Mesh, Callable[[], None]]:
+    infos = pipeline.infos
+    engine = Baseline(
+        pipeline,
+        max_model_len=min(infos[0].max_trained_tokens, *(i.num_cells for i in infos)),
+        max_rows=min(info.rules.max_rows for info in infos),
+        chunk_multiple=infos[0].rules.chunk_multiple,
+    )
 
-    def run() -> None:
-        try:
-            pipeline, infos = load()
-        except BaseException as error:
-            loading.set_exception(error)
-            return
-        engine = Baseline(
-            pipeline,
-            max_model_len=min(infos[0].max_trained_tokens, *(i.num_cells for i in infos)),
-            max_rows=min(info.rules.max_rows for info in infos),
-            chunk_multiple=infos[0].rules.chunk_multiple,
-        )
-        loading.set_result((engine, infos))
+    def serve() -> None:
         engine.run()
         if isinstance(pipeline, LocalPipeline):
             pipeline.close()
 
-    thread = threading.Thread(target=run, name="engine")
-    thread.start()
-    try:
-        engine, infos = loading.result()
-        term = Term(1, "all", "lanes", "baseline")
-        yield Mesh(engine, infos, Ceiling(term, (term,)), engine.max_model_len, alive)
-    finally:
-        if not loading.exception():
-            engine.close()
-        thread.join()
+    term = Term(1, "all", "lanes", "baseline")
+    return Mesh(engine, infos, Ceiling(term, (term,)), engine.max_model_len, alive), serve

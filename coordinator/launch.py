@@ -139,18 +139,31 @@ def mesh(
 @contextmanager
 def _local_mesh(spec: StageSpec, settings: EngineSettings, parallel: int | None) -> Iterator[Mesh]:
     head = StageHead(spec)
+
+    def load() -> tuple[Mesh, Callable[[], None]]:
+        info = head.load()
+        plan, limit = engine_plan([info], settings, parallel)
+        head.prepare(plan)
+        return Mesh(head, [info], limit, plan.max_model_len, head.problem), head.serve
+
+    with on_own_thread(load) as loaded:
+        yield loaded
+
+
+@contextmanager
+def on_own_thread(load: Callable[[], tuple[Mesh, Callable[[], None]]]) -> Iterator[Mesh]:
+    """A mesh and what serves it, loaded and then run on one new thread, which owns the contexts
+    that are built there. Serving ends when the mesh's channel is closed, which is on exit."""
     loading: Future[Mesh] = Future()
 
     def run() -> None:
         try:
-            info = head.load()
-            plan, limit = engine_plan([info], settings, parallel)
-            head.prepare(plan)
+            loaded, serve = load()
         except BaseException as error:
             loading.set_exception(error)
             return
-        loading.set_result(Mesh(head, [info], limit, plan.max_model_len, head.problem))
-        head.serve()
+        loading.set_result(loaded)
+        serve()
 
     thread = threading.Thread(target=run, name="engine")
     thread.start()
@@ -158,7 +171,7 @@ def _local_mesh(spec: StageSpec, settings: EngineSettings, parallel: int | None)
         yield loading.result()
     finally:
         if not loading.exception():
-            head.close()
+            loading.result().channel.close()
         thread.join()
 
 

@@ -87,7 +87,7 @@ class Composer:
         if sequence.num_in_flight:
             return []
         if self._runs_single(sequence):
-            return [(sequence, min(1, num_free_cells))] if num_free_cells else []
+            return [(sequence, 1)] if num_free_cells else []
         return self._chunk(sequence, num_free_cells)
 
     def _chunk(self, sequence: Sequence, limit: int) -> Rows:
