@@ -20,7 +20,7 @@ from coordinator.ceiling import Ceiling, Term
 from coordinator.launch import Mesh, on_own_thread, stage_actors
 from skippy_mesh.client import ReportQueue
 from skippy_mesh.config import StageSpec
-from skippy_mesh.errors import SkippyError
+from skippy_mesh.errors import SkippyError, StageError
 from skippy_mesh.messages import (
     FinishReason,
     Remove,
@@ -91,15 +91,18 @@ class Baseline:
                 sampled = self._step(request, chunk, start, len(prompt))
                 start += length
             for num_output in range(1, max_tokens + 1):
-                assert sampled is not None, "the last row of a prompt samples"
-                reason = self._finish_reason(request, sampled, is_last=num_output == max_tokens)
+                token = sampled.tokens[LANE]
+                reason = self._finish_reason(request, token, is_last=num_output == max_tokens)
                 yield TokenEvent(
-                    request_id=request.request_id, token_id=sampled, finish_reason=reason
+                    request_id=request.request_id,
+                    token_id=token,
+                    logprobs=sampled.logprobs.get(LANE),
+                    finish_reason=reason,
                 )
                 if reason:
                     return
                 position = len(prompt) + num_output - 1
-                sampled = self._step(request, (sampled,), position, position + 1)
+                sampled = self._step(request, (token,), position, position + 1)
         finally:
             if self._epoch == epoch:
                 self._free_lane()
@@ -156,9 +159,10 @@ class Baseline:
 
     def _step(
         self, request: Request, tokens: tuple[int, ...], start: int, num_known: int
-    ) -> int | None:
+    ) -> StepResult:
         """Compute ``tokens`` at positions from ``start``; sample if they reach ``num_known``."""
         end = start + len(tokens)
+        past = request.sampling.history(request.token_ids, ()) if start == 0 else None
         result = self._forward(
             StepBatch(
                 epoch=self._epoch,
@@ -168,9 +172,12 @@ class Baseline:
                 tokens=tokens,
                 samples=(False,) * (len(tokens) - 1) + (end == num_known,),
                 new_lanes={LANE: request.sampling} if start == 0 else {},
+                histories={} if past is None else {LANE: past},
             )
         )
-        return result.tokens.get(LANE)
+        if LANE in result.failed:
+            raise StageError(result.failed[LANE])
+        return result
 
     def _free_lane(self) -> None:
         self._forward(

@@ -6,53 +6,19 @@ numpy. A *lane* is a llama.cpp sequence id, the same number on every stage.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from skippy_mesh.errors import RequestError
+from skippy_mesh.sampling import History as History
+from skippy_mesh.sampling import SamplingParams as SamplingParams
+from skippy_mesh.sampling import TokenLogprobs as TokenLogprobs
 
 MAX_LANES = 256
 """LLAMA_MAX_SEQ: sequence ids one llama.cpp context can tell apart."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the next token is drawn from a row of logits.
-
-    The filters apply in this order: suppression, top_k, top_p, min_p, temperature, draw. A neutral
-    value switches a filter off. ``temperature`` 0 is argmax (lowest id on ties) and uses no random
-    number. ``seed`` and the token's position alone determine the draw, so recomputing a sequence
-    repeats it.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    suppressed_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_range("temperature", self.temperature, 0.0, 2.0)
-        check_range("min_p", self.min_p, 0.0, 1.0)
-        check_range("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0:
-            raise RequestError("top_p must be above 0, got 0", param="top_p")
-        if self.top_k < -1:
-            raise RequestError(
-                f"top_k must be -1, 0 (both off) or positive, got {self.top_k}", param="top_k"
-            )
-        if not -(2**63) <= self.seed < 2**63:
-            raise RequestError(f"seed must fit 64 bits, got {self.seed}", param="seed")
-
-
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise RequestError(f"{name} must be from {low:g} to {high:g}, got {value}", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +71,13 @@ class TokenEvent:
     """What the engine says of one request after one step.
 
     The last event of a request carries ``finish_reason``; ``error`` is set only with reason
-    ``error``. ``token_id`` is None when the request ended without a new token.
+    ``error``. ``token_id`` is None when the request ended without a new token; ``logprobs`` come
+    with it where the request asked for them.
     """
 
     request_id: str
     token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -139,7 +107,8 @@ class StepBatch:
 
     Rows are columns of equal length: row i is token ``tokens[i]`` of lane ``lanes[i]`` at position
     ``positions[i]``; the last stage draws the next token of the lane where ``samples[i]``. A lane
-    samples at most once a step. A batch may consist of operations alone.
+    samples at most once a step. A batch may consist of operations alone. Of ``new_lanes``, those
+    whose sampler depends on the past have it in ``histories``.
     """
 
     epoch: int
@@ -150,6 +119,7 @@ class StepBatch:
     tokens: tuple[int, ...] = ()
     samples: tuple[bool, ...] = ()
     new_lanes: Mapping[int, SamplingParams] = field(default_factory=dict)
+    histories: Mapping[int, History] = field(default_factory=dict)
     forgotten_lanes: tuple[int, ...] = ()
 
     @property
@@ -177,13 +147,15 @@ class StageTime:
 class StepResult:
     """The sampled tokens of one step, keyed by lane, never by position in a list.
 
-    ``failed`` says of lanes that could not sample why; ``stages`` are the times of all stages.
+    ``failed`` says of lanes that could not sample why; ``logprobs`` belong to the tokens of lanes
+    that asked for them; ``stages`` are the times of all stages.
     """
 
     epoch: int
     step_id: int
     tokens: Mapping[int, int]
     failed: Mapping[int, str] = field(default_factory=dict)
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     stages: tuple[StageTime, ...] = ()
 
 

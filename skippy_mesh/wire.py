@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import msgpack
@@ -23,12 +23,12 @@ from skippy_mesh.messages import (
     MAX_LANES,
     Copy,
     Remove,
-    SamplingParams,
     StageTime,
     StepBatch,
 )
+from skippy_mesh.sampling import History, SamplingParams
 
-VERSION = 2
+VERSION = 3
 MAX_ROWS = 65_536
 MAX_WIDTH = 131_072
 MAX_OPERATIONS = 4 * MAX_LANES
@@ -54,9 +54,10 @@ def encode_step(batch: StepBatch) -> bytes:
         _int_column(batch.positions),
         _int_column(batch.tokens),
         bytes(batch.samples),
+        [(lane, *astuple(params)) for lane, params in batch.new_lanes.items()],
         [
-            (lane, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.suppressed_ids)
-            for lane, p in batch.new_lanes.items()
+            (lane, past.num_prompt, _int_column(past.recent_prompt), _int_column(past.outputs))
+            for lane, past in batch.histories.items()
         ],
         list(batch.forgotten_lanes),
     )
@@ -64,9 +65,9 @@ def encode_step(batch: StepBatch) -> bytes:
 
 def decode_step(frame: bytes) -> StepBatch:
     """The batch in ``frame``; :class:`InvalidBatchError` if it is not exactly one valid frame."""
-    epoch, step_id, body = _unpack(frame, KIND_STEP, 7)
+    epoch, step_id, body = _unpack(frame, KIND_STEP, 8)
     try:
-        operations, lanes, positions, tokens, samples, new_lanes, forgotten = body
+        operations, lanes, positions, tokens, samples, new_lanes, pasts, forgotten = body
         num_rows = _bounded("rows", len(samples), MAX_ROWS)
         _bounded("operations", len(operations), MAX_OPERATIONS)
         if samples.translate(None, b"\x00\x01"):
@@ -80,6 +81,7 @@ def decode_step(frame: bytes) -> StepBatch:
             tokens=_ints_of(tokens, num_rows),
             samples=tuple(map(bool, samples)),
             new_lanes=dict(_lane_sampling(entry) for entry in new_lanes),
+            histories=dict(_lane_history(entry) for entry in pasts),
             forgotten_lanes=tuple(_integer(lane) for lane in forgotten),
         )
     except InvalidBatchError:
@@ -176,16 +178,39 @@ def _operation(fields: Sequence[Any]) -> Copy | Remove:
     return _OPERATIONS[kind](*values)
 
 
-def _lane_sampling(fields: Sequence[Any]) -> tuple[int, SamplingParams]:
-    lane, temperature, top_k, top_p, min_p, seed, suppressed = fields
+def _lane_sampling(entry: Sequence[Any]) -> tuple[int, SamplingParams]:
+    lane, *values = entry
+    names = [field.name for field in fields(SamplingParams)]
     return _integer(lane), SamplingParams(
-        temperature=float(temperature),
-        top_k=_integer(top_k),
-        top_p=float(top_p),
-        min_p=float(min_p),
-        seed=_integer(seed),
-        suppressed_ids=tuple(_integer(token) for token in suppressed),
+        **{name: _CHECKED[name](value) for name, value in zip(names, values, strict=True)}
     )
+
+
+def _lane_history(entry: Sequence[Any]) -> tuple[int, History]:
+    lane, num_prompt, recent, outputs = entry
+    past = History(_integer(num_prompt), _ints_in(recent), _ints_in(outputs))
+    return _integer(lane), past
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise InvalidBatchError(f"frame refused: expected a text, got {type(value).__name__}")
+    return value
+
+
+def _token_ids(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(_integer, values))
+
+
+_CHECKED: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("temperature", "typical_p", "top_p", "min_p"), float),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), float),
+    **dict.fromkeys(("top_k", "repeat_last_n", "seed", "min_tokens"), _integer),
+    **dict.fromkeys(("allowed_ids", "suppressed_ids", "ending_ids"), _token_ids),
+    "logit_bias": lambda pairs: tuple((_integer(token), float(bias)) for token, bias in pairs),
+    "grammar": _text,
+    "num_logprobs": lambda value: None if value is None else _integer(value),
+}
 
 
 def _int_column(values: Sequence[int]) -> bytes:
@@ -196,10 +221,15 @@ def _int_column(values: Sequence[int]) -> bytes:
 
 
 def _ints_of(column: bytes, num_rows: int) -> tuple[int, ...]:
+    values = _ints_in(column)
+    if len(values) != num_rows:
+        raise InvalidBatchError(f"frame refused: a column of {len(values)} for {num_rows} rows")
+    return values
+
+
+def _ints_in(column: bytes) -> tuple[int, ...]:
     values = array("i")
     values.frombytes(column)
     if sys.byteorder == "big":
         values.byteswap()
-    if len(values) != num_rows:
-        raise InvalidBatchError(f"frame refused: a column of {len(values)} for {num_rows} rows")
     return tuple(values)

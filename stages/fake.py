@@ -8,6 +8,7 @@ parameters, so a wrong, missing or foreign row changes the text that comes out.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import zlib
 from array import array
@@ -15,7 +16,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from skippy_mesh.errors import InvalidBatchError, NoRoomError, StepOrderError
-from skippy_mesh.messages import Copy, Remove, SamplingParams, StepBatch, StepResult
+from skippy_mesh.messages import (
+    Copy,
+    History,
+    Remove,
+    SamplingParams,
+    StepBatch,
+    StepResult,
+    TokenLogprobs,
+)
 from skippy_mesh.scheduler.memory import CELL_COMPONENTS, Capacity
 
 BOS, EOS, IM_START, IM_END = range(256, 260)
@@ -32,8 +41,9 @@ CHATML = (
 )
 
 NextToken = Callable[[Sequence[int], SamplingParams], int]
-Drawings = dict[int, tuple[Sequence[int], SamplingParams]]
-"""What each sampling lane draws its next token from."""
+Drawings = dict[int, tuple[Sequence[int], SamplingParams, int]]
+"""What each sampling lane draws its next token from, and how many the request had before, where
+that counts."""
 
 
 def babble(history: Sequence[int], params: SamplingParams) -> int:
@@ -41,6 +51,12 @@ def babble(history: Sequence[int], params: SamplingParams) -> int:
     seed = params.seed if params.temperature > 0 else 0
     digest = zlib.crc32(array("q", history).tobytes(), seed % 2**32)
     return _LETTERS[digest % len(_LETTERS)]
+
+
+def certain(token: int, count: int) -> TokenLogprobs:
+    """Half the chance for ``token``, a quarter for the next one, and so on."""
+    chances = [(token + place, -math.log(2) * (place + 1)) for place in range(count)]
+    return TokenLogprobs(-math.log(2), tuple(chances))
 
 
 def recite(tokens: Sequence[int]) -> NextToken:
@@ -78,13 +94,14 @@ class FakeStage:
         self._epoch = 0
         self._step_id = 0
         self._params: dict[int, SamplingParams] = {}
+        self._pasts: dict[int, tuple[History, int]] = {}  # and how often the lane has drawn
         self.histories: dict[int, list[int]] = {}
 
     def apply(self, batch: StepBatch) -> Drawings:
         """Run ``batch``, or refuse it and change nothing."""
         if batch.epoch > self._epoch:
             self._epoch, self._step_id = batch.epoch, 0
-            self.histories, self._params = {}, {}
+            self.histories, self._params, self._pasts = {}, {}, {}
         if (batch.epoch, batch.step_id) != (self._epoch, self._step_id):
             raise StepOrderError(
                 f"expected epoch {self._epoch} step {self._step_id}, "
@@ -95,11 +112,14 @@ class FakeStage:
         for operation in batch.operations:
             _apply(operation, histories)
         params = {**self._params, **batch.new_lanes}
-        drawings = _run_rows(batch, histories, params)
+        pasts = {lane: p for lane, p in self._pasts.items() if lane not in batch.new_lanes}
+        pasts |= {lane: (past, 0) for lane, past in batch.histories.items()}
+        drawings = _run_rows(batch, histories, params, pasts)
         histories = {lane: tokens for lane, tokens in histories.items() if tokens}
         self._check_room(histories)
         self.histories = histories
         self._params = {lane: p for lane, p in params.items() if lane not in batch.forgotten_lanes}
+        self._pasts = pasts
         self._step_id += 1
         return drawings
 
@@ -194,15 +214,23 @@ class FakePipeline:
         self.busy_s[index] += cost_s
 
     def _answer(self, pending: FakePending) -> None:
-        tokens = {lane: self._sample(*drawing) for lane, drawing in pending.drawings.items()}
+        tokens: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        for lane, (history, params, num_outputs) in pending.drawings.items():
+            tokens[lane] = self._sample(history, params, num_outputs)
+            if params.num_logprobs is not None:
+                logprobs[lane] = certain(tokens[lane], params.num_logprobs)
         batch = pending.batch
         pending.answer = self._on_answer(
-            StepResult(epoch=batch.epoch, step_id=batch.step_id, tokens=tokens)
+            StepResult(epoch=batch.epoch, step_id=batch.step_id, tokens=tokens, logprobs=logprobs)
         )
 
-    def _sample(self, history: Sequence[int], params: SamplingParams) -> int:
+    def _sample(self, history: Sequence[int], params: SamplingParams, num_outputs: int) -> int:
         token = self._next_token(history, params)
-        return babble(history, params) if token in params.suppressed_ids else token
+        forbidden = {*params.suppressed_ids}
+        if num_outputs < params.min_tokens:
+            forbidden.update(params.ending_ids)
+        return babble(history, params) if token in forbidden else token
 
 
 class FakePending:
@@ -235,7 +263,10 @@ class FakePending:
 
 
 def _run_rows(
-    batch: StepBatch, histories: dict[int, list[int]], params: Mapping[int, SamplingParams]
+    batch: StepBatch,
+    histories: dict[int, list[int]],
+    params: Mapping[int, SamplingParams],
+    pasts: dict[int, tuple[History, int]],
 ) -> Drawings:
     """Extend ``histories`` by the rows of ``batch``, each list replaced by a longer one."""
     drawings: Drawings = {}
@@ -254,8 +285,26 @@ def _run_rows(
         if samples:
             if lane not in params or lane in drawings:
                 raise InvalidBatchError(f"lane {lane} cannot sample in this step")
-            drawings[lane] = (history, params[lane])
+            num_outputs = 0
+            if params[lane].needs_history:
+                past, num_drawn = pasts[lane]
+                num_outputs = _outputs_since(history, past, num_drawn)
+                pasts[lane] = past, num_drawn + 1
+            drawings[lane] = (history, params[lane], num_outputs)
     return drawings
+
+
+def _outputs_since(history: Sequence[int], past: History, num_drawn: int) -> int:
+    """How many tokens were generated, if the sampler's ``past`` and its draws are the history."""
+    prompt, outputs = history[: past.num_prompt], history[past.num_prompt :]
+    is_right = (
+        prompt[len(prompt) - len(past.recent_prompt) :] == list(past.recent_prompt)
+        and outputs[: len(past.outputs)] == list(past.outputs)
+        and len(outputs) == len(past.outputs) + num_drawn
+    )
+    if not is_right:
+        raise InvalidBatchError(f"a sampler's past {past} and {num_drawn} draws are not {history}")
+    return len(outputs)
 
 
 def _apply(operation: Copy | Remove, histories: dict[int, list[int]]) -> None:

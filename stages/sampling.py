@@ -1,140 +1,292 @@
 """From a row of logits to the next token.
 
-A draw is a pure function of logits, parameters and (seed, position): the random number comes from a
-counter-based generator keyed by those two, so recomputing a sequence, or moving it to another
-machine, repeats it. The filters are llama.cpp's own samplers; only the draw is ours, because
-llama.cpp's keeps a generator that would have to be replayed.
+A draw is a pure function of logits, parameters, the tokens so far and (seed, position): the random
+number comes from a counter-based generator keyed by those two, so recomputing a sequence, or moving
+it to another machine, repeats it. The filters are llama.cpp's own samplers; only the draw is ours,
+because llama.cpp's keeps a generator that would have to be replayed.
+
+A grammar is asked about the drawn token first. Only if it refuses is the whole vocabulary masked
+and drawn from again, by a second random number, as llama.cpp's server does: trying every token of a
+large vocabulary costs ten milliseconds. Unless a filter cuts between the two, both ways draw from
+the same distribution.
 """
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import llama_cpp
 import numpy as np
 
 from skippy_mesh.errors import StageError
-from skippy_mesh.messages import SamplingParams
+from skippy_mesh.messages import History, SamplingParams, TokenLogprobs
 from stages.batch import Floats
+from stages.candidates import Candidates, Ids
+from stages.grammar import Grammar
+from stages.penalties import penalties_of
 
-_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _UINT64 = 2**64
+_MAX_TOKENS = 2**17
+Vocab = Callable[[], int]
+_NOTHING_KNOWN = History(0)
 
 
 class LaneSampler:
-    """Samples one lane. Holds native filters: build on first use, :meth:`close` when done."""
+    """Samples one lane. Holds native samplers: build on first use, :meth:`close` when done.
 
-    def __init__(self, params: SamplingParams):
+    ``history`` is what :meth:`SamplingParams.history` gives. No sequence may have more than
+    ``max_tokens``. ``vocab`` gives llama.cpp's vocabulary, for a grammar.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        history: History | None = None,
+        *,
+        max_tokens: int = _MAX_TOKENS,
+        vocab: Vocab | None = None,
+    ):
         self.params = params
+        if history is None and params.needs_history:
+            raise StageError("a lane begins without the history its sampling needs")
+        past = history or _NOTHING_KNOWN
+        self._min_position = past.num_prompt + params.min_tokens if params.min_tokens else 0
+        self._edits = _Edits(params)
+        self._grammar = _grammar_of(params, past, vocab)
+        self._penalties = penalties_of(params, past, max_tokens=max_tokens)
         self._chain = _filters(params) if params.temperature > 0 else None
 
     @property
     def is_plain_argmax(self) -> bool:
-        return self._chain is None and not self.params.suppressed_ids
+        return self._chain is None and not self._changes_logits and self._grammar is None
+
+    @property
+    def _changes_logits(self) -> bool:
+        return bool(self._edits or self._penalties or self._min_position)
 
     def __call__(self, logits: Floats, position: int) -> int:
-        """The token for ``position``, drawn from float32 ``[n_vocab]``."""
-        params = self.params
-        if params.suppressed_ids:
-            logits = logits.copy()
-            logits[list(params.suppressed_ids)] = -np.inf
-        best = int(logits.argmax())  # the first NaN, if there is one; lowest id on ties
-        if not np.isfinite(logits[best]):
+        """The token for ``position``, drawn from float32 ``[n_vocab]`` and remembered."""
+        # argmax finds the first NaN, if there is one.
+        if not np.isfinite(logits[logits.argmax()]):
             raise StageError(f"logits at position {position} are not finite")
-        if self._chain is None:
-            return best
-        candidates = self._filter(logits)
-        weights = np.exp(candidates["logit"].astype(np.float64) - candidates["logit"].max())
-        cumulative = np.cumsum(weights)
-        chosen = np.searchsorted(
-            cumulative, uniform(params.seed, position) * cumulative[-1], "right"
-        )
-        return int(candidates["id"][min(int(chosen), len(candidates) - 1)])
+        if self._changes_logits:
+            changed = self._changed(logits, position)
+            token = self._draw_rest(changed, position)
+        else:
+            changed = logits
+            token = self._draw(_all_ids(len(logits)), logits, position)
+        if self._grammar is not None:
+            if token is None or not self._grammar.allows(token):
+                token = self._draw_within(self._grammar, logits, changed, position)
+            if token is not None:
+                self._grammar.accept(token)
+        if token is None:
+            raise StageError(f"every token is forbidden at position {position}")
+        for penalty in self._penalties:
+            penalty.accept(token)
+        return token
 
     def close(self) -> None:
         if self._chain is not None:
             llama_cpp.llama_sampler_free(self._chain)
             self._chain = None
+        if self._grammar is not None:
+            self._grammar.close()
+        for penalty in self._penalties:
+            penalty.close()
+        self._penalties = []
 
-    def _filter(self, logits: Floats) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        candidates = np.zeros(len(logits), _CANDIDATE)
-        candidates["id"] = np.arange(len(logits), dtype=np.int32)
-        candidates["logit"] = logits
-        pointer = ctypes.POINTER(llama_cpp.llama_token_data)
-        array = llama_cpp.llama_token_data_array(
-            candidates.ctypes.data_as(pointer), len(candidates), -1, False
-        )
-        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
-        # The samplers sort and shrink in place; what is left is a prefix of our own array.
-        kept: np.ndarray[tuple[int], np.dtype[np.void]] = candidates[: array.size]
-        return kept
+    def _changed(self, logits: Floats, position: int) -> Floats:
+        logits = logits.copy()
+        self._edits.add_bias(logits)
+        for penalty in self._penalties:
+            penalty.apply(logits)
+        logits = self._edits.forbid(logits)
+        if position < self._min_position:
+            logits[list(self.params.ending_ids)] = -np.inf
+        return logits
+
+    def _draw_within(
+        self, grammar: Grammar, logits: Floats, changed: Floats, position: int
+    ) -> int | None:
+        token = self._draw_rest(grammar.masked(changed), position, number=1)
+        if token is None:  # what the request forbids is all that the grammar allows
+            token = self._draw_rest(grammar.masked(logits), position, number=1)
+        return token
+
+    def _draw_rest(self, logits: Floats, position: int, *, number: int = 0) -> int | None:
+        """A token whose logit is not -inf; None if there is none."""
+        # Those that are would be candidates with no chance, on which typical_p divides by zero.
+        ids = np.flatnonzero(logits != -np.inf).astype(np.int32)
+        if not len(ids):
+            return None
+        rest = logits[ids]
+        if not np.isfinite(rest).all():
+            raise StageError(f"penalties made a logit at position {position} infinite")
+        return self._draw(ids, rest, position, number=number)
+
+    def _draw(self, ids: Ids, logits: Floats, position: int, *, number: int = 0) -> int:
+        """One of ``ids``, by the position's random number ``number``."""
+        if self._chain is None:
+            return int(ids[logits.argmax()])  # the lowest id on ties
+        candidates = Candidates(ids, logits)
+        candidates.apply(self._chain)
+        kept = candidates.rows
+        weights = np.exp(kept["logit"].astype(np.float64) - kept["logit"].max())
+        cumulative = np.cumsum(weights)
+        share = uniform(self.params.seed, position, number) * cumulative[-1]
+        chosen = int(np.searchsorted(cumulative, share, "right"))
+        return int(kept["id"][min(chosen, len(kept) - 1)])
+
+
+@functools.lru_cache(maxsize=4)
+def _all_ids(count: int) -> Ids:
+    ids = np.arange(count, dtype=np.int32)
+    ids.flags.writeable = False
+    return ids
+
+
+class _Edits:
+    """What a request does to single logits, whatever the tokens so far. False if nothing."""
+
+    def __init__(self, params: SamplingParams):
+        self._ids = np.array([token for token, _ in params.logit_bias], np.int64)
+        self._bias = np.array([bias for _, bias in params.logit_bias], np.float32)
+        self._allowed = np.array(params.allowed_ids, np.int64)
+        self._suppressed = np.array(params.suppressed_ids, np.int64)
+
+    def __bool__(self) -> bool:
+        return bool(len(self._ids) or len(self._allowed) or len(self._suppressed))
+
+    def add_bias(self, logits: Floats) -> None:
+        np.add.at(logits, self._ids, self._bias)
+
+    def forbid(self, logits: Floats) -> Floats:
+        if len(self._allowed):
+            allowed = np.full_like(logits, -np.inf)
+            allowed[self._allowed] = logits[self._allowed]
+            logits = allowed
+        logits[self._suppressed] = -np.inf
+        return logits
+
+
+def _grammar_of(params: SamplingParams, past: History, vocab: Vocab | None) -> Grammar | None:
+    if not params.grammar:
+        return None
+    if vocab is None:
+        raise StageError("a grammar needs the model's vocabulary")
+    return Grammar(vocab(), params.grammar, past.outputs)
 
 
 def _filters(params: SamplingParams) -> int:
     chain: int = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    filters = []
     if params.top_k > 0:
-        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_top_k(params.top_k))
+        filters.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
+    if params.typical_p < 1:
+        filters.append(llama_cpp.llama_sampler_init_typical(params.typical_p, 1))
     if params.top_p < 1:
-        llama_cpp.llama_sampler_chain_add(
-            chain, llama_cpp.llama_sampler_init_top_p(params.top_p, 1)
-        )
+        filters.append(llama_cpp.llama_sampler_init_top_p(params.top_p, 1))
     if params.min_p > 0:
-        llama_cpp.llama_sampler_chain_add(
-            chain, llama_cpp.llama_sampler_init_min_p(params.min_p, 1)
-        )
-    llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(params.temperature))
+        filters.append(llama_cpp.llama_sampler_init_min_p(params.min_p, 1))
+    filters.append(llama_cpp.llama_sampler_init_temp(params.temperature))
+    for sampler in filters:
+        llama_cpp.llama_sampler_chain_add(chain, sampler)
     return chain
 
 
-def uniform(seed: int, position: int) -> float:
+def uniform(seed: int, position: int, number: int = 0) -> float:
     """A number in [0, 1) that depends on its arguments alone (Philox, counter-based)."""
-    bits = np.random.Philox(key=np.array([seed % _UINT64, position], np.uint64)).random_raw()
+    generator = np.random.Philox(key=np.array([seed % _UINT64, position], np.uint64))
+    bits = generator.random_raw(number + 1)[number]
     return float(int(bits) >> 11) / 2**53
 
 
-class Sampler:
-    """The samplers of all lanes of the last stage."""
+def logprobs_of(logits: Floats, token: int, count: int) -> TokenLogprobs:
+    """Of ``token`` and the ``count`` likeliest, from the raw float32 ``[n_vocab]``."""
+    wide = logits.astype(np.float64)
+    best = wide.max()
+    total = best + math.log(np.exp(wide - best).sum())
+    top: tuple[tuple[int, float], ...] = ()
+    if count:
+        count = min(count, len(wide))
+        likeliest = np.argpartition(-wide, count - 1)[:count]
+        order = likeliest[np.lexsort((likeliest, -wide[likeliest]))]
+        top = tuple(zip(order.tolist(), (wide[order] - total).tolist(), strict=True))
+    return TokenLogprobs(float(wide[token] - total), top)
 
-    def __init__(self) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What the lanes of one step drew, and why a lane has drawn nothing."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+
+class Sampler:
+    """The samplers of all lanes of the last stage, of sequences of ``max_tokens`` at most."""
+
+    def __init__(self, *, max_tokens: int = _MAX_TOKENS, vocab: Vocab | None = None):
+        self._max_tokens = max_tokens
+        self._vocab = vocab
         self._lanes: dict[int, LaneSampler] = {}
+        self._unfit: dict[int, str] = {}
 
     def configure(
-        self, new_lanes: Mapping[int, SamplingParams], forgotten_lanes: Sequence[int]
+        self,
+        new_lanes: Mapping[int, SamplingParams],
+        forgotten_lanes: Sequence[int],
+        histories: Mapping[int, History] | None = None,
     ) -> None:
         for lane in forgotten_lanes:
             self._forget(lane)
         for lane, params in new_lanes.items():
             self._forget(lane)
-            self._lanes[lane] = LaneSampler(params)
+            try:
+                self._lanes[lane] = LaneSampler(
+                    params,
+                    (histories or {}).get(lane),
+                    max_tokens=self._max_tokens,
+                    vocab=self._vocab,
+                )
+            except StageError as error:  # the lane's own trouble, told when it samples
+                self._unfit[lane] = str(error)
 
-    def sample(
-        self, lanes: Sequence[int], logits: Floats, positions: Sequence[int]
-    ) -> tuple[dict[int, int], dict[int, str]]:
-        """The tokens of ``lanes`` for ``positions``, from float32 ``[n_lanes, n_vocab]``, and why
-        a lane has none: one that cannot sample fails alone."""
-        tokens: dict[int, int] = {}
-        failed: dict[int, str] = {}
+    def sample(self, lanes: Sequence[int], logits: Floats, positions: Sequence[int]) -> Drawn:
+        """The tokens of ``lanes`` for ``positions``, from float32 ``[n_lanes, n_vocab]``. A lane
+        that cannot sample fails alone."""
+        drawn = Drawn()
         best = logits.argmax(axis=1).tolist()  # the first NaN, if there is one; lowest id on ties
         for row, (lane, position) in enumerate(zip(lanes, positions, strict=True)):
             sampler = self._lanes.get(lane)
             if sampler is None:
-                failed[lane] = f"lane {lane} samples but was never given sampling parameters"
-            elif sampler.is_plain_argmax and math.isfinite(logits[row, best[row]]):
-                tokens[lane] = best[row]
+                unknown = f"lane {lane} samples but was never given sampling parameters"
+                drawn.failed[lane] = self._unfit.get(lane, unknown)
+                continue
+            if sampler.is_plain_argmax and math.isfinite(logits[row, best[row]]):
+                drawn.tokens[lane] = best[row]
             else:
                 try:
-                    tokens[lane] = sampler(logits[row], position)
+                    drawn.tokens[lane] = sampler(logits[row], position)
                 except StageError as error:
-                    failed[lane] = str(error)
-        return tokens, failed
+                    drawn.failed[lane] = str(error)
+                    continue
+            if (count := sampler.params.num_logprobs) is not None:
+                drawn.logprobs[lane] = logprobs_of(logits[row], drawn.tokens[lane], count)
+        return drawn
 
     def clear(self) -> None:
         for lane in list(self._lanes):
             self._forget(lane)
+        self._unfit.clear()
 
     def _forget(self, lane: int) -> None:
+        self._unfit.pop(lane, None)
         sampler = self._lanes.pop(lane, None)
         if sampler is not None:
             sampler.close()

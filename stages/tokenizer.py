@@ -31,6 +31,11 @@ class Tokenizer:
         self.max_trained_tokens: int = llama_cpp.llama_model_n_ctx_train(self._model)
         self._pieces: dict[int, bytes] = {}
 
+    @property
+    def vocab(self) -> int:
+        """llama.cpp's own, which lives as long as this."""
+        return int(self._vocab)
+
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of ``text``. ``add_special`` adds BOS (or EOS) where the model's metadata says
         so; ``parse_special`` lets control tokens written in the text become those tokens."""

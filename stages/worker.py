@@ -7,6 +7,7 @@ failure the engine starts all stages afresh by raising the epoch.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -31,8 +32,9 @@ from stages.profile import (
     matrix_types,
     replays_in_chunks,
 )
-from stages.sampling import Sampler
+from stages.sampling import Drawn, Sampler
 from stages.slices import cached_slice
+from stages.tokenizer import Tokenizer
 from stages.views import Loaded, new_context, views_of
 
 Progress = Callable[[int, int], None]
@@ -109,6 +111,10 @@ class StageWorker:
         )  # fmt: skip
         if spec.is_first:
             self._embedding = Embedding(model)
+        if spec.is_last:
+            # A slice has no vocabulary, and few requests come with a grammar.
+            tokenizer = functools.cache(lambda: Tokenizer(str(model.paths[0])))
+            self._sampler = Sampler(max_tokens=context.num_cells, vocab=lambda: tokenizer().vocab)
         loaded = Loaded(model=model, spec=spec, profile=profile, path=path, context=context)
         before = time.perf_counter()
         why_inexact = _why_inexact(loaded)
@@ -122,10 +128,7 @@ class StageWorker:
         started_s = time.perf_counter()
         num_decodes = self._loaded().num_decodes
         output = self.compute(batch, None if hidden is None else hidden.rows)
-        tokens: dict[int, int] = {}
-        failed: dict[int, str] = {}
-        if self.spec.is_last:
-            tokens, failed = self.sample(batch, output)
+        drawn = self.sample(batch, output) if self.spec.is_last else Drawn()
         ended_s = time.perf_counter()
         self._busy_s += ended_s - started_s
         time_here = StageTime(
@@ -139,8 +142,9 @@ class StageWorker:
             return StepResult(
                 epoch=batch.epoch,
                 step_id=batch.step_id,
-                tokens=tokens,
-                failed=failed,
+                tokens=drawn.tokens,
+                failed=drawn.failed,
+                logprobs=drawn.logprobs,
                 stages=stages,
             )
         return None if output is None else Hidden(output, stages)
@@ -162,14 +166,12 @@ class StageWorker:
         self._next_step = batch.step_id + 1
         return output
 
-    def sample(
-        self, batch: StepBatch, logits: Floats | None
-    ) -> tuple[dict[int, int], dict[int, str]]:
+    def sample(self, batch: StepBatch, logits: Floats | None) -> Drawn:
         """The next token of every sampling lane, and why one has none; row k of ``logits`` is the
         k-th of them."""
-        self._sampler.configure(batch.new_lanes, batch.forgotten_lanes)
+        self._sampler.configure(batch.new_lanes, batch.forgotten_lanes, batch.histories)
         if logits is None or not len(logits):
-            return {}, {}
+            return Drawn()
         # A new token's own position: one past the row it is predicted from.
         places = [position + 1 for position, samples in zip(
             batch.positions, batch.samples, strict=True) if samples]  # fmt: skip

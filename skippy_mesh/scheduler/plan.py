@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from skippy_mesh.messages import Remove, SamplingParams, StepBatch
+from skippy_mesh.messages import Remove, StepBatch
 from skippy_mesh.scheduler.sequence import Sequence
 
 
@@ -77,8 +77,9 @@ class Plan:
     def completes_prompt(self) -> bool:
         return any(part.samples and not part.is_decode for part in self.parts)
 
-    def batch(self, epoch: int, new_lanes: Mapping[int, SamplingParams]) -> StepBatch:
-        """What the stages are sent."""
+    def batch(self, epoch: int, new_lanes: Mapping[int, Sequence]) -> StepBatch:
+        """What the stages are sent; ``new_lanes`` are the sequences that begin on theirs."""
+        pasts = {lane: sequence.history() for lane, sequence in new_lanes.items()}
         lanes: list[int] = []
         positions: list[int] = []
         tokens: list[int] = []
@@ -97,6 +98,7 @@ class Plan:
             positions=tuple(positions),
             tokens=tuple(tokens),
             samples=tuple(samples),
-            new_lanes=new_lanes,
+            new_lanes={lane: s.request.sampling for lane, s in new_lanes.items()},
+            histories={lane: past for lane, past in pasts.items() if past is not None},
             forgotten_lanes=tuple(self.removed),
         )

@@ -20,11 +20,11 @@ from skippy_mesh.errors import RequestError, StageError
 from skippy_mesh.messages import (
     FinishReason,
     Request,
-    SamplingParams,
     Snapshot,
     StepBatch,
     StepResult,
     TokenEvent,
+    TokenLogprobs,
 )
 from skippy_mesh.scheduler.composer import Composer
 from skippy_mesh.scheduler.memory import Capacity, Ledger
@@ -244,7 +244,7 @@ class Scheduler:
         self.running = RunningSet()
         self.in_flight.clear()
         self._removed: list[int] = []
-        self._new_lanes: dict[int, SamplingParams] = {}
+        self._new_lanes: dict[int, Sequence] = {}
 
     # -- make room, admit --------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             sequence.lane = self._ledger.admit(self._need(sequence))
             sequence.status = Status.RUNNING
-            self._new_lanes[sequence.lane] = sequence.request.sampling
+            self._new_lanes[sequence.lane] = sequence
             self.running.add(sequence)
         return len(self.running) > num_before
 
@@ -333,15 +333,17 @@ class Scheduler:
             self._finish(sequence, "error", error=reason)
             return
         sequence.outputs.append(token)
+        logprobs = result.logprobs.get(part.lane)
         finish: FinishReason | None = None
         if token in sequence.request.stop_token_ids:
             finish = "stop"
         elif len(sequence.outputs) >= sequence.max_tokens:
             finish = "length"
         if finish is None:
-            self._ended.append(TokenEvent(request_id=sequence.request.request_id, token_id=token))
+            request_id = sequence.request.request_id
+            self._ended.append(TokenEvent(request_id=request_id, token_id=token, logprobs=logprobs))
         else:
-            self._finish(sequence, finish, token=token)
+            self._finish(sequence, finish, token=token, logprobs=logprobs)
 
     def _finish(
         self,
@@ -349,6 +351,7 @@ class Scheduler:
         reason: FinishReason,
         *,
         token: int | None = None,
+        logprobs: TokenLogprobs | None = None,
         error: str | None = None,
     ) -> None:
         """The one way out: frees whatever ``sequence`` holds and says so once."""
@@ -363,6 +366,7 @@ class Scheduler:
             TokenEvent(
                 request_id=sequence.request.request_id,
                 token_id=token,
+                logprobs=logprobs,
                 finish_reason=reason,
                 error=error,
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from skippy_mesh.messages import Request
+from skippy_mesh.messages import History, Request
 
 MAX_RESERVED_OUTPUT = 512
 """Output tokens a sequence is promised room for. Growth beyond is what preemption is for."""
@@ -89,6 +89,10 @@ class Sequence:
             return prompt[start:end]
         outputs = self.outputs[max(start - len(prompt), 0) : end - len(prompt)]
         return (*prompt[start:], *outputs)
+
+    def history(self) -> History | None:
+        """What its sampler must know of the tokens so far; None if nothing."""
+        return self.request.sampling.history(self.request.token_ids, self.outputs)
 
     def rewind(self) -> None:
         """Forget what was computed, keep what is known."""

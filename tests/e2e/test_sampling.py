@@ -134,13 +134,13 @@ def test_a_lane_keeps_its_own_parameters_until_forgotten(logits):
     alone = draws(logits, 30, temperature=1.0, seed=8)
     rows = np.stack([logits, logits])
     for position in range(30):
-        tokens, failed = sampler.sample((1, 0), rows, (position, position))
-        assert tokens == {0: int(logits.argmax()), 1: alone[position]}
-        assert not failed
+        drawn = sampler.sample((1, 0), rows, (position, position))
+        assert drawn.tokens == {0: int(logits.argmax()), 1: alone[position]}
+        assert not drawn.failed
     sampler.configure({}, (1,))
-    tokens, failed = sampler.sample((0, 1), rows, (31, 31))
-    assert list(tokens) == [0]
-    assert "lane 1" in failed[1]
+    drawn = sampler.sample((0, 1), rows, (31, 31))
+    assert list(drawn.tokens) == [0]
+    assert "lane 1" in drawn.failed[1]
     sampler.clear()
 
 
@@ -149,10 +149,10 @@ def test_a_row_that_is_not_finite_fails_its_own_lane_alone(logits):
     sampler.configure({lane: SamplingParams(temperature=lane / 2) for lane in range(4)}, ())
     rows = np.stack([logits] * 4)
     rows[1, 7] = rows[2, 7] = np.nan
-    tokens, failed = sampler.sample((0, 1, 2, 3), rows, (9, 9, 9, 9))
-    assert sorted(tokens) == [0, 3]
-    assert sorted(failed) == [1, 2]
+    drawn = sampler.sample((0, 1, 2, 3), rows, (9, 9, 9, 9))
+    assert sorted(drawn.tokens) == [0, 3]
+    assert sorted(drawn.failed) == [1, 2]
     rows[0, 7] = np.nan
-    _, failed = sampler.sample((0, 3), rows[[0, 3]], (9, 9))
-    assert sorted(failed) == [0], "the greedy path must see it, too"
+    drawn = sampler.sample((0, 3), rows[[0, 3]], (9, 9))
+    assert sorted(drawn.failed) == [0], "the greedy path must see it, too"
     sampler.clear()

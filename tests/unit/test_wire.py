@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgpack
 import numpy as np
 import pytest
@@ -10,26 +12,49 @@ from hypothesis import strategies as st
 
 from skippy_mesh import wire
 from skippy_mesh.errors import InvalidBatchError, RequestError
-from skippy_mesh.messages import Copy, Remove, SamplingParams, StageTime, StepBatch
+from skippy_mesh.messages import (
+    Copy,
+    History,
+    Remove,
+    SamplingParams,
+    StageTime,
+    StepBatch,
+)
 
 lanes = st.integers(0, 255)
 int32 = st.integers(-(2**31), 2**31 - 1)
 operations = st.one_of(
     st.builds(Copy, lanes, lanes, int32, int32), st.builds(Remove, lanes, int32, int32)
 )
+token_ids = st.integers(0, 2**31 - 1)
+columns = st.lists(token_ids, max_size=4).map(tuple)
 sampling = st.builds(
     SamplingParams,
     temperature=st.floats(0, 2),
     top_k=st.integers(-1, 1000),
     top_p=st.floats(0.01, 1),
     min_p=st.floats(0, 1),
+    typical_p=st.floats(0.01, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 100),
+    repeat_last_n=st.integers(-1, 1000),
     seed=st.integers(-(2**63), 2**63 - 1),
-    suppressed_ids=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
+    logit_bias=st.lists(
+        st.tuples(token_ids, st.floats(-100, 100) | st.just(-math.inf)), max_size=3
+    ).map(tuple),
+    allowed_ids=columns,
+    suppressed_ids=columns,
+    min_tokens=st.integers(0, 2**31),
+    ending_ids=columns,
+    grammar=st.text(max_size=9),
+    num_logprobs=st.none() | st.integers(0, 20),
 )
+histories = st.builds(History, token_ids, columns, columns)
 rows = st.lists(st.tuples(lanes, int32, int32, st.booleans()), max_size=40)
 
 
-def batch_of(epoch, step_id, operations, rows, new_lanes, forgotten):
+def batch_of(epoch, step_id, operations, rows, new_lanes, histories, forgotten):
     columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
     return StepBatch(
         epoch=epoch,
@@ -40,6 +65,7 @@ def batch_of(epoch, step_id, operations, rows, new_lanes, forgotten):
         tokens=columns[2],
         samples=columns[3],
         new_lanes=new_lanes,
+        histories=histories,
         forgotten_lanes=tuple(forgotten),
     )
 
@@ -51,11 +77,13 @@ batches = st.builds(
     st.lists(operations, max_size=5),
     rows,
     st.dictionaries(lanes, sampling, max_size=3),
+    st.dictionaries(lanes, histories, max_size=3),
     st.lists(lanes, max_size=3),
 )
 EXAMPLE = batch_of(
     3, 7, [Copy(1, 2, 0, 5), Remove(4)], [(0, 5, 9, True), (1, 0, 4, False)],
-    {0: SamplingParams(temperature=1.0, seed=-5, suppressed_ids=(1, 2))}, [9],
+    {0: SamplingParams(temperature=1.0, seed=-5, suppressed_ids=(1, 2))},
+    {0: History(5, (4, 5), (9,))}, [9],
 )  # fmt: skip
 
 
@@ -127,7 +155,7 @@ def edited(frame: bytes, index: int, value: object) -> bytes:
 @pytest.mark.parametrize(
     ("index", "value", "reason"),
     [
-        (0, 1, "version 1, this stage speaks 2"),
+        (0, 2, "version 2, this stage speaks 3"),
         (1, wire.KIND_ACTIVATIONS, "kind"),
         (2, "0", "expected an integer"),
         (4, [["r", 0, 0, -1]] * (wire.MAX_OPERATIONS + 1), "operations"),
@@ -152,7 +180,11 @@ def test_a_shape_that_does_not_match_its_payload_is_refused(shape):
     ("field", "value"),
     [
         ("temperature", -0.1), ("temperature", 2.1), ("temperature", float("nan")),
-        ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.5), ("top_k", -2),
+        ("top_p", 0.0), ("top_p", 1.1), ("typical_p", 0.0), ("typical_p", 1.1),
+        ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")), ("repeat_last_n", -2), ("min_tokens", -1),
+        ("logit_bias", ((1, float("nan")),)), ("logit_bias", ((1, float("inf")),)),
+        ("min_p", -0.1), ("min_p", 1.5), ("top_k", -2),
         ("seed", 2**63), ("seed", -(2**63) - 1),
     ],
 )  # fmt: skip
