@@ -7,6 +7,7 @@ tried in a child process may come here.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 
 import llama_cpp
@@ -15,37 +16,58 @@ import numpy as np
 from skippy_mesh.errors import StageError
 from stages.batch import Floats
 from stages.candidates import Candidates, Ids
+from stages.tokenizer import Tokenizer
 
-ROOT = b"root"
+MAX_GRAMMAR_BYTES = 64 << 10
+_ROOT = b"root"
 
 
 class Grammar:
-    """``text`` is GBNF over the vocabulary at ``vocab``; ``outputs`` are the tokens so far.
+    """``text`` is GBNF over the vocabulary of ``tokenizer``; ``outputs`` are the tokens so far.
 
-    ``vocab`` must outlive this.
+    Control tokens have no visible text, but a matcher takes their names for it: unless the grammar
+    names one, none is allowed. Nor is a token that makes bytes no character: the matcher takes
+    overlong forms for what they stand for.
     """
 
-    def __init__(self, vocab: int, text: str, outputs: Iterable[int] = ()):
-        self._native: int | None = llama_cpp.llama_sampler_init_grammar(vocab, text.encode(), ROOT)
+    def __init__(self, tokenizer: Tokenizer, text: str, outputs: Iterable[int] = ()):
+        self._tokenizer = tokenizer  # the vocabulary must outlive the native side
+        self._native: int | None = llama_cpp.llama_sampler_init_grammar(
+            tokenizer.vocab, text.encode(), _ROOT
+        )
         if not self._native:
             raise StageError("llama.cpp refuses the grammar")
-        for token in outputs:
-            self.accept(token)
+        hidden = [token for name, token in tokenizer.hidden_ids.items() if name not in text]
+        self._hidden = np.array(hidden, np.int32)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        try:
+            for token in outputs:
+                self.accept(token)
+        except StageError:
+            self.close()
+            raise
 
     def allows(self, token: int) -> bool:
         """Whether ``token`` may come next: an end of generation once the grammar is complete."""
-        ids = np.array([token], np.int32)
-        return bool(np.isfinite(self._kept(ids, np.zeros(1, np.float32))[0]))
+        return bool(len(self.allowed(np.array([token], np.int32))))
+
+    def allowed(self, ids: Ids) -> Ids:
+        """Those of ``ids`` that may come next."""
+        kept = self._kept(ids, np.zeros(len(ids), np.float32))
+        return ids[np.isfinite(kept) & ~np.isin(ids, self._hidden)]
 
     def masked(self, logits: Floats) -> Floats:
         """A copy of float32 ``[n_vocab]`` with -inf for every token that may not come next."""
-        return self._kept(np.arange(len(logits), dtype=np.int32), logits)
+        kept = self._kept(np.arange(len(logits), dtype=np.int32), logits)
+        kept[self._hidden] = -np.inf
+        return kept
 
     def accept(self, token: int) -> None:
         """Go on behind ``token``; :class:`StageError` if it may not come next."""
         if not self.allows(token):
             raise StageError(f"token {token} does not continue the grammar")
         llama_cpp.llama_sampler_accept(self._native, token)
+        self._decoder.decode(self._tokenizer.piece(token))
 
     def close(self) -> None:
         if self._native:
@@ -56,5 +78,18 @@ class Grammar:
         candidates = Candidates(ids, logits)
         assert self._native is not None
         candidates.apply(self._native)
-        kept: Floats = candidates.rows["logit"]
+        kept: Floats = candidates.rows["logit"].copy()
+        if unfinished := self._decoder.getstate()[0]:
+            for place in np.flatnonzero(np.isfinite(kept)):  # those that finish it: few
+                if not _is_text(unfinished + self._tokenizer.piece(int(ids[place]))):
+                    kept[place] = -np.inf
         return kept
+
+
+def _is_text(data: bytes) -> bool:
+    """Whether ``data`` begins a valid text."""
+    try:
+        codecs.utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -21,16 +21,17 @@ from dataclasses import dataclass, field
 import llama_cpp
 import numpy as np
 
-from skippy_mesh.errors import StageError
+from skippy_mesh.errors import SkippyError, StageError
 from skippy_mesh.messages import History, SamplingParams, TokenLogprobs
 from stages.batch import Floats
 from stages.candidates import Candidates, Ids
 from stages.grammar import Grammar
 from stages.penalties import penalties_of
+from stages.tokenizer import Tokenizer
 
 _UINT64 = 2**64
 _MAX_TOKENS = 2**17
-Vocab = Callable[[], int]
+GetTokenizer = Callable[[], Tokenizer]
 _NOTHING_KNOWN = History(0)
 
 
@@ -38,7 +39,7 @@ class LaneSampler:
     """Samples one lane. Holds native samplers: build on first use, :meth:`close` when done.
 
     ``history`` is what :meth:`SamplingParams.history` gives. No sequence may have more than
-    ``max_tokens``. ``vocab`` gives llama.cpp's vocabulary, for a grammar.
+    ``max_tokens``. ``tokenizer`` is asked for by a grammar alone.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class LaneSampler:
         history: History | None = None,
         *,
         max_tokens: int = _MAX_TOKENS,
-        vocab: Vocab | None = None,
+        tokenizer: GetTokenizer | None = None,
     ):
         self.params = params
         if history is None and params.needs_history:
@@ -55,17 +56,11 @@ class LaneSampler:
         past = history or _NOTHING_KNOWN
         self._min_position = past.num_prompt + params.min_tokens if params.min_tokens else 0
         self._edits = _Edits(params)
-        self._grammar = _grammar_of(params, past, vocab)
+        self._grammar = _grammar_of(params, past, tokenizer)
         self._penalties = penalties_of(params, past, max_tokens=max_tokens)
         self._chain = _filters(params) if params.temperature > 0 else None
-
-    @property
-    def is_plain_argmax(self) -> bool:
-        return self._chain is None and not self._changes_logits and self._grammar is None
-
-    @property
-    def _changes_logits(self) -> bool:
-        return bool(self._edits or self._penalties or self._min_position)
+        self._changes_logits = bool(self._edits or self._penalties or self._min_position)
+        self.is_plain_argmax = not (self._chain or self._changes_logits or self._grammar)
 
     def __call__(self, logits: Floats, position: int) -> int:
         """The token for ``position``, drawn from float32 ``[n_vocab]`` and remembered."""
@@ -119,14 +114,17 @@ class LaneSampler:
 
     def _draw_rest(self, logits: Floats, position: int, *, number: int = 0) -> int | None:
         """A token whose logit is not -inf; None if there is none."""
-        # Those that are would be candidates with no chance, on which typical_p divides by zero.
-        ids = np.flatnonzero(logits != -np.inf).astype(np.int32)
-        if not len(ids):
+        best = logits.max()  # NaN, if there is one
+        if best == -np.inf:
             return None
-        rest = logits[ids]
-        if not np.isfinite(rest).all():
+        if not np.isfinite(best):
             raise StageError(f"penalties made a logit at position {position} infinite")
-        return self._draw(ids, rest, position, number=number)
+        ids = _all_ids(len(logits))
+        if self._chain is not None and logits.min() == -np.inf:
+            # They would be candidates without a chance, which typical_p turns into NaN.
+            ids = np.flatnonzero(logits != -np.inf).astype(np.int32)
+            logits = logits[ids]
+        return self._draw(ids, logits, position, number=number)
 
     def _draw(self, ids: Ids, logits: Floats, position: int, *, number: int = 0) -> int:
         """One of ``ids``, by the position's random number ``number``."""
@@ -173,12 +171,14 @@ class _Edits:
         return logits
 
 
-def _grammar_of(params: SamplingParams, past: History, vocab: Vocab | None) -> Grammar | None:
+def _grammar_of(
+    params: SamplingParams, past: History, tokenizer: GetTokenizer | None
+) -> Grammar | None:
     if not params.grammar:
         return None
-    if vocab is None:
+    if tokenizer is None:
         raise StageError("a grammar needs the model's vocabulary")
-    return Grammar(vocab(), params.grammar, past.outputs)
+    return Grammar(tokenizer(), params.grammar, past.outputs)
 
 
 def _filters(params: SamplingParams) -> int:
@@ -231,9 +231,9 @@ class Drawn:
 class Sampler:
     """The samplers of all lanes of the last stage, of sequences of ``max_tokens`` at most."""
 
-    def __init__(self, *, max_tokens: int = _MAX_TOKENS, vocab: Vocab | None = None):
+    def __init__(self, *, max_tokens: int = _MAX_TOKENS, tokenizer: GetTokenizer | None = None):
         self._max_tokens = max_tokens
-        self._vocab = vocab
+        self._tokenizer = tokenizer
         self._lanes: dict[int, LaneSampler] = {}
         self._unfit: dict[int, str] = {}
 
@@ -252,9 +252,9 @@ class Sampler:
                     params,
                     (histories or {}).get(lane),
                     max_tokens=self._max_tokens,
-                    vocab=self._vocab,
+                    tokenizer=self._tokenizer,
                 )
-            except StageError as error:  # the lane's own trouble, told when it samples
+            except SkippyError as error:  # the lane's own trouble, told when it samples
                 self._unfit[lane] = str(error)
 
     def sample(self, lanes: Sequence[int], logits: Floats, positions: Sequence[int]) -> Drawn:

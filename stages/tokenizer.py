@@ -86,13 +86,22 @@ class Tokenizer:
 
         Not the user-defined ones: llama.cpp finds those in any text, whatever it is told.
         """
-        return tuple(
-            text
+        return tuple(filter(None, self._control.values()))
+
+    @cached_property
+    def hidden_ids(self) -> dict[str, int]:
+        """Control tokens that do not end a generation, by name."""
+        eog = self.eog_ids
+        return {text: token for token, text in self._control.items() if token not in eog}
+
+    @cached_property
+    def _control(self) -> dict[int, str]:
+        return {
+            token: self._piece(token, special=True).decode(errors="replace")
             for token in range(self.num_tokens)
             if llama_cpp.llama_vocab_get_attr(self._vocab, token)
             & llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
-            and (text := self._piece(token, special=True).decode(errors="replace"))
-        )
+        }
 
     @cached_property
     def chat_template(self) -> str | None:

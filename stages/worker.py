@@ -114,7 +114,7 @@ class StageWorker:
         if spec.is_last:
             # A slice has no vocabulary, and few requests come with a grammar.
             tokenizer = functools.cache(lambda: Tokenizer(str(model.paths[0])))
-            self._sampler = Sampler(max_tokens=context.num_cells, vocab=lambda: tokenizer().vocab)
+            self._sampler = Sampler(max_tokens=context.num_cells, tokenizer=tokenizer)
         loaded = Loaded(model=model, spec=spec, profile=profile, path=path, context=context)
         before = time.perf_counter()
         why_inexact = _why_inexact(loaded)
