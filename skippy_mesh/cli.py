@@ -208,6 +208,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def run_serve(args: argparse.Namespace) -> int:
     from skippy_mesh.gateway.server import listen, serve
+    from stages.grammar_compiler import GrammarCompiler
     from stages.tokenizer import Tokenizer
 
     model = open_model(args.model, allow_unproven=args.allow_unproven)
@@ -219,6 +220,7 @@ def run_serve(args: argparse.Namespace) -> int:
         model_name = "demo" if args.model == "demo" else model.paths[0].stem
         telemetry = stack.enter_context(closing(telemetry_of(args, model, model_name, engine)))
         tokenizer = Tokenizer(str(model.paths[0]))
+        grammars = stack.enter_context(closing(GrammarCompiler(str(model.paths[0]))))
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
         mesh = stack.enter_context(open_mesh(args, model, engine=engine))
         telemetry.describe(
@@ -236,6 +238,7 @@ def run_serve(args: argparse.Namespace) -> int:
             sock,
             client,
             tokenizer,
+            grammars,
             model_name=model_name,
             check_alive=lambda: mesh.check_alive() or client.problem(),
             api_keys=[key for key in args.api_key.split(",") if key],

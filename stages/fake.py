@@ -15,7 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from skippy_mesh.errors import InvalidBatchError, NoRoomError, StepOrderError
+from skippy_mesh.errors import InvalidBatchError, NoRoomError, RequestError, StepOrderError
 from skippy_mesh.messages import (
     Copy,
     History,
@@ -349,3 +349,16 @@ class FakeTokenizer:
         if token_id < 256:
             return bytes([token_id])
         return _TEXTS[token_id].encode() if special else b""
+
+
+class FakeGrammars:
+    """Refuses what holds the word ``bad``; remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    def compile(self, kind: str, text: str) -> str:
+        self.asked.append((kind, text))
+        if "bad" in text:
+            raise RequestError("the grammar cannot be used: bad", code="invalid_grammar")
+        return text

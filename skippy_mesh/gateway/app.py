@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from skippy_mesh.client import EngineClient
 from skippy_mesh.errors import QueueFullError, RequestError, SkippyError
 from skippy_mesh.gateway.chat import ChatTemplate, Tokenizer, encode_prompt
+from skippy_mesh.gateway.constraints import GrammarCompiler, Grammars
 from skippy_mesh.gateway.errors import (
     ApiError,
     Edge,
@@ -28,16 +29,15 @@ from skippy_mesh.gateway.errors import (
     unavailable,
     valid_request_id,
 )
+from skippy_mesh.gateway.replies import Reply
 from skippy_mesh.gateway.schemas import (
     ChatBody,
     CompletionBody,
     GenerationBody,
-    Reply,
     StreamOptions,
     parse_body,
 )
 from skippy_mesh.gateway.streaming import (
-    Choice,
     EventStream,
     Limits,
     TokenStream,
@@ -45,6 +45,7 @@ from skippy_mesh.gateway.streaming import (
     next_delta,
     unless_gone,
 )
+from skippy_mesh.gateway.text import Choice
 from skippy_mesh.messages import Request as EngineRequest
 
 LOADING = "loading"
@@ -54,6 +55,7 @@ _SEED_BITS = 53  # what a client in JavaScript can echo without rounding
 def create_app(
     engine: EngineClient,
     tokenizer: Tokenizer,
+    grammars: GrammarCompiler,
     *,
     model_name: str,
     health: Callable[[], str | None],
@@ -74,7 +76,9 @@ def create_app(
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Edge, api_keys=api_keys, on_reject=on_reject)
     app.add_exception_handler(HTTPException, _answer_error)
-    gateway = Gateway(engine, tokenizer, model_name=model_name, health=health, limits=limits)
+    gateway = Gateway(
+        engine, tokenizer, grammars, model_name=model_name, health=health, limits=limits
+    )
     status: dict[str, object] = {"status": "ok", "exact": exact}
     if exact_reason is not None:
         status["exact_reason"] = exact_reason
@@ -113,6 +117,7 @@ class Gateway:
         self,
         engine: EngineClient,
         tokenizer: Tokenizer,
+        grammars: GrammarCompiler,
         *,
         model_name: str,
         health: Callable[[], str | None],
@@ -120,6 +125,7 @@ class Gateway:
     ):
         self._engine = engine
         self._tokenizer = tokenizer
+        self._grammars = Grammars(grammars)
         self._template = ChatTemplate(tokenizer)
         self._model_name = model_name
         self._health = health
@@ -166,13 +172,21 @@ class Gateway:
         self.refuse_if_unhealthy()
         body = parse_body(CompletionBody, await self._read(http))
         prompt = await asyncio.to_thread(self._prompt_ids, body)
-        return await self._complete(http, body, prompt, is_chat=False)
+        echoed = self._prompt_text(body) if body.echo else ""
+        return await self._complete(http, body, prompt, is_chat=False, echoed=echoed)
 
     async def _complete(
-        self, http: Request, body: GenerationBody, prompt: list[int], *, is_chat: bool
+        self,
+        http: Request,
+        body: GenerationBody,
+        prompt: list[int],
+        *,
+        is_chat: bool,
+        echoed: str = "",
     ) -> Response:
+        grammar = await self._grammars.compiled(body.constraint)
         request_id = self._name_request(http, body)
-        request = self._engine_request(request_id, body, prompt)
+        request = self._engine_request(request_id, body, prompt, grammar)
         reply = Reply(
             request_id=request_id,
             created=int(time.time()),
@@ -182,12 +196,7 @@ class Gateway:
             num_prompt_tokens=len(prompt),
             prompt_ids=prompt if body.return_token_ids else None,
         )
-        choice = Choice(
-            self._tokenizer,
-            stops=body.stop,
-            keeps_stop=body.include_stop_str_in_output,
-            shows_special=not body.skip_special_tokens,
-        )
+        choice = Choice(self._tokenizer, body.text_rules(prefix=echoed))
         tokens = self._submit(request, prompt_field="messages" if is_chat else "prompt")
         try:
             answering = self._answer(reply, tokens, choice, body)
@@ -255,11 +264,15 @@ class Gateway:
         )
 
     def _engine_request(
-        self, request_id: str, body: GenerationBody, prompt: list[int]
+        self, request_id: str, body: GenerationBody, prompt: list[int], grammar: str
     ) -> EngineRequest:
         eog_ids = self._tokenizer.eog_ids
-        sampling = body.sampling(eog_ids=eog_ids, draw_seed=lambda: secrets.randbits(_SEED_BITS))
         self._check_ids(body.stop_token_ids, param="stop_token_ids")
+        self._check_ids(body.allowed_token_ids or (), param="allowed_token_ids")
+        self._check_ids([token for token, _ in body.logit_bias], param="logit_bias")
+        sampling = body.sampling(
+            eog_ids=eog_ids, draw_seed=lambda: secrets.randbits(_SEED_BITS), grammar=grammar
+        )
         stop_ids = eog_ids.union(body.stop_token_ids).difference(sampling.suppressed_ids)
         return EngineRequest(
             request_id=request_id,
@@ -274,6 +287,12 @@ class Gateway:
             return encode_prompt(self._tokenizer, body.prompt, add_special=body.add_special_tokens)
         self._check_ids(body.prompt, param="prompt")
         return body.prompt
+
+    def _prompt_text(self, body: CompletionBody) -> str:
+        if isinstance(body.prompt, str):
+            return body.prompt
+        pieces = (self._tokenizer.piece(token) for token in body.prompt)
+        return b"".join(pieces).decode(errors="replace")
 
     def _check_ids(self, ids: Sequence[int], *, param: str) -> None:
         num_tokens = self._tokenizer.num_tokens

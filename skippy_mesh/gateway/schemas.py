@@ -1,4 +1,4 @@
-"""The bodies of the two generation endpoints, and the two dialects of their replies.
+"""The bodies of the two generation endpoints.
 
 ``null`` means "not given" everywhere, unknown fields are ignored, and a known field that this
 server cannot honour is refused: to ignore it would be a lie about the answer.
@@ -6,53 +6,50 @@ server cannot honour is refused: to ignore it would be a lie about the answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from skippy_mesh import __version__
 from skippy_mesh.errors import RequestError
+from skippy_mesh.gateway.body import Body
+from skippy_mesh.gateway.constraints import Constrained
+from skippy_mesh.gateway.text import TextRules
 from skippy_mesh.messages import SamplingParams
+from skippy_mesh.sampling import MAX_LOGPROBS
 
 DEFAULT_MAX_CHAT_TOKENS = 8192
 DEFAULT_MAX_COMPLETION_TOKENS = 16
 _MAX_INT32 = 2**31 - 1
 _MAX_STOP_BYTES = 256
+_MAX_BIAS = 100
+_MAX_BIASES = 1024
 
 # What each field may hold, besides null, false and empty, without changing anything.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(("n", "best_of", "stream_interval"), (1,)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "priority", "min_tokens"), (0,)),
-    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "typical_p"), (1,)),
-    **dict.fromkeys(("top_logprobs", "t_max_predict_ms"), (0,)),
+    **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (0,)),
+    "priority": (0,),
     "top_n_sigma": (-1, 0),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     **dict.fromkeys(
         (
-            "logprobs", "logit_bias", "allowed_token_ids", "tools", "functions", "grammar",
-            "json_schema", "structured_outputs", "structural_tag", "timings_per_token", "echo",
-            "continue_final_message", "suffix", "use_beam_search", "prompt_logprobs",
-            "prompt_embeds", "bad_words", "truncate_prompt_tokens", "audio", "prediction",
-            "web_search_options", "lora", "chat_template", "tool_calls",
+            "tools", "functions", "structural_tag", "timings_per_token", "continue_final_message",
+            "suffix", "use_beam_search", "prompt_logprobs", "prompt_embeds", "bad_words",
+            "truncate_prompt_tokens", "audio", "prediction", "web_search_options", "lora",
+            "chat_template", "tool_calls",
         ),
         (),
     ),
 }  # fmt: skip
 _UNSUPPORTED_PREFIX = "guided_"
+_NESTED = ("messages", "stream_options", "response_format", "structured_outputs")
+# Within structured_outputs: other ways to constrain that vLLM knows.
+_UNSUPPORTED_OUTPUTS = ("regex", "json_object", "structural_tag")
 _OWN_ERRORS = ("invalid_value", "unsupported_content", "unsupported_parameter")
 
 
@@ -70,17 +67,6 @@ def refuse_unsupported(fields: Mapping[str, Any], *, path: str = "") -> None:
                 param=f"{path}{name}",
                 code="unsupported_parameter",
             )
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_not_given(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: item for name, item in value.items() if item is not None}
 
 
 def _check_limit(value: Any) -> Any:
@@ -103,6 +89,31 @@ def _list_of_stops(value: Any) -> Any:
                     {"most": _MAX_STOP_BYTES, "got": len(stop.encode())},
                 )
     return stops
+
+
+def _bias_pairs(value: Any) -> Any:
+    """Both forms, an object by id and llama-server's pairs, as pairs of id and what is added."""
+    if isinstance(value, dict):
+        try:
+            value = [[int(token), bias] for token, bias in value.items()]
+        except ValueError:
+            raise PydanticCustomError("invalid_value", "each key must be a token id") from None
+    return [_bias_pair(pair) for pair in value] if isinstance(value, list) else value
+
+
+def _bias_pair(pair: Any) -> Any:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return pair
+    token, bias = pair
+    if type(bias) in (int, float) and not -_MAX_BIAS <= bias <= _MAX_BIAS:
+        raise PydanticCustomError(
+            "invalid_value",
+            "each bias must be from -100 to 100, or false, got {got}",
+            {"got": bias},
+        )
+    # A bool is an int to Python, and false is the one that means something.
+    never = bias is False or (type(bias) in (int, float) and bias == -_MAX_BIAS)
+    return token, -math.inf if never else bias
 
 
 def _text_of_parts(value: Any) -> Any:
@@ -142,7 +153,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(Body):
+class GenerationBody(Constrained):
     """The fields both endpoints share; ranges of sampling fields: :class:`SamplingParams`."""
 
     model: str = ""
@@ -152,36 +163,89 @@ class GenerationBody(Body):
     temperature: float = 1.0
     top_k: int = Field(0, le=_MAX_INT32)
     top_p: float = 1.0
+    typical_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = Field(
+        1.0, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
+    repeat_last_n: int = Field(64, le=_MAX_INT32)
     seed: int = -1
+    logit_bias: Annotated[list[tuple[int, float]], BeforeValidator(_bias_pairs)] = Field(
+        [], max_length=_MAX_BIASES
+    )
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     stop: Annotated[list[str], BeforeValidator(_list_of_stops)] = Field([], max_length=16)
     include_stop_str_in_output: bool = False
     stop_token_ids: list[int] = Field([], max_length=64)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    stream_interval: int = Field(1, ge=1)
+    t_max_predict_ms: int = Field(0, ge=0)
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _options_need_a_stream(self) -> GenerationBody:
+    def _fields_fit_together(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
+        if self.min_tokens > self.token_limit:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.token_limit}",
+                param="min_tokens",
+            )
+        if self.ignore_eos and self.constraint is not None:
+            raise RequestError(
+                "ignore_eos cannot be met with a constraint, which ends the answer",
+                param="ignore_eos",
+            )
         return self
 
     @property
     def token_limit(self) -> int:
         return self.max_tokens or self.n_predict or DEFAULT_MAX_COMPLETION_TOKENS
 
-    def sampling(self, *, eog_ids: frozenset[int], draw_seed: Callable[[], int]) -> SamplingParams:
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are asked for, None if no log-probabilities are."""
+        raise NotImplementedError
+
+    def text_rules(self, *, prefix: str = "") -> TextRules:
+        return TextRules(
+            stops=self.stop,
+            keeps_stop=self.include_stop_str_in_output,
+            shows_special=not self.skip_special_tokens,
+            min_tokens=self.min_tokens,
+            interval=self.stream_interval,
+            max_s=self.t_max_predict_ms / 1000,
+            prefix=prefix,
+        )
+
+    def sampling(
+        self, *, eog_ids: frozenset[int], draw_seed: Callable[[], int], grammar: str = ""
+    ) -> SamplingParams:
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            typical_p=self.typical_p,
             min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            repeat_last_n=self.repeat_last_n,
             seed=draw_seed() if self.seed == -1 else self.seed,
+            logit_bias=tuple(self.logit_bias),
+            allowed_ids=tuple(self.allowed_token_ids or ()),
             suppressed_ids=tuple(sorted(eog_ids)) if self.ignore_eos else (),
+            min_tokens=self.min_tokens,
+            ending_ids=tuple(sorted(eog_ids.union(self.stop_token_ids))) if self.min_tokens else (),
+            grammar=grammar,
+            num_logprobs=self.num_logprobs,
         )
 
 
@@ -194,9 +258,21 @@ class ChatMessage(Body):
 class ChatBody(GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: TokenLimit = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def token_limit(self) -> int:
@@ -210,6 +286,18 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _echo_has_no_logprobs(self) -> CompletionBody:
+        if self.echo and self.logprobs is not None:
+            raise RequestError("echo cannot be combined with logprobs", param="echo")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 BodyType = TypeVar("BodyType", bound=GenerationBody)
@@ -224,6 +312,7 @@ def parse_body(kind: type[BodyType], data: bytes) -> BodyType:
     if not isinstance(fields, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
     refuse_unsupported(fields)
+    _refuse_other_outputs(fields.get("structured_outputs"))
     messages = fields.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
@@ -232,6 +321,16 @@ def parse_body(kind: type[BodyType], data: bytes) -> BodyType:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise _to_request_error(error) from None
+
+
+def _refuse_other_outputs(outputs: object) -> None:
+    for name in _UNSUPPORTED_OUTPUTS:
+        if isinstance(outputs, dict) and outputs.get(name):
+            raise RequestError(
+                f"structured_outputs.{name} is not supported; use json, choice or grammar",
+                param=f"structured_outputs.{name}",
+                code="unsupported_parameter",
+            )
 
 
 def _to_request_error(error: ValidationError) -> RequestError:
@@ -247,113 +346,7 @@ def _to_request_error(error: ValidationError) -> RequestError:
 
 def _field_name(path: tuple[int | str, ...]) -> str:
     """``messages[0].content``, ``stop``: a fault in an item of a plain list is the list's."""
-    if path[0] not in ("messages", "stream_options"):
+    if path[0] not in _NESTED:
         return str(path[0])
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path[1:])
     return str(path[0]) + "".join(parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """What one or more steps add to a choice; ``finish_reason`` is set on its last one only."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """One reply in the dialect of its endpoint, whole or in chunks.
-
-    ``prompt_ids`` is given only where the client asked for token ids.
-    """
-
-    request_id: str
-    created: int
-    model: str
-    is_chat: bool
-    seed: int
-    num_prompt_tokens: int
-    prompt_ids: list[int] | None = None
-
-    @property
-    def skippy(self) -> dict[str, object]:
-        return {
-            "request_id": self.request_id,
-            "seed": self.seed,
-            "preemptions": 0,
-            "recomputed_tokens": 0,
-            "prefix_kind": "none",
-        }
-
-    def usage(self, num_output_tokens: int) -> dict[str, object]:
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": num_output_tokens,
-            "total_tokens": self.num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
-        }
-
-    def whole(self, delta: Delta, num_output_tokens: int) -> dict[str, object]:
-        """The reply of a request without ``stream``: ``delta`` is all of the choice."""
-        content: dict[str, object] = (
-            {"message": {"role": "assistant", "content": delta.text}}
-            if self.is_chat
-            else {"text": delta.text}
-        )
-        return {
-            **self._outer(delta, content, is_first=True),
-            "usage": self.usage(num_output_tokens),
-            "skippy": self.skippy,
-        }
-
-    def chunk(self, delta: Delta, *, is_first: bool) -> dict[str, object]:
-        """One chunk. A choice's first one carries the role; an empty delta has no content."""
-        if not self.is_chat:
-            return self._outer(delta, {"text": delta.text}, is_first=is_first)
-        content: dict[str, object] = {"role": "assistant"} if is_first else {}
-        if is_first or delta.text:
-            content["content"] = delta.text
-        return self._outer(delta, {"delta": content}, is_first=is_first, is_chunk=True)
-
-    def usage_chunk(self, num_output_tokens: int) -> dict[str, object]:
-        return {
-            **self._envelope([], is_chunk=True),
-            "usage": self.usage(num_output_tokens),
-            "skippy": self.skippy,
-        }
-
-    def _outer(
-        self,
-        delta: Delta,
-        content: dict[str, object],
-        *,
-        is_first: bool,
-        is_chunk: bool = False,
-    ) -> dict[str, object]:
-        choice = {
-            "index": 0,
-            **content,
-            "logprobs": None,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
-        outer = self._envelope([choice], is_chunk=is_chunk)
-        if self.prompt_ids is not None:
-            choice["token_ids"] = list(delta.token_ids)
-            if is_first:
-                (outer if self.is_chat else choice)["prompt_token_ids"] = self.prompt_ids
-        return outer
-
-    def _envelope(self, choices: list[dict[str, object]], *, is_chunk: bool) -> dict[str, object]:
-        chat_kind = "chat.completion.chunk" if is_chunk else "chat.completion"
-        return {
-            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}",
-            "object": chat_kind if self.is_chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": f"skippy-mesh-{__version__}",
-            "choices": choices,
-        }

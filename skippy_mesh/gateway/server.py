@@ -18,6 +18,7 @@ from skippy_mesh.client import EngineClient
 from skippy_mesh.errors import SkippyError, UsageError
 from skippy_mesh.gateway.app import create_app
 from skippy_mesh.gateway.chat import Tokenizer
+from skippy_mesh.gateway.constraints import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ def serve(
     sock: socket.socket,
     client: EngineClient,
     tokenizer: Tokenizer,
+    grammars: GrammarCompiler,
     *,
     model_name: str,
     check_alive: Callable[[], str | None],
@@ -92,6 +94,7 @@ def serve(
     app = create_app(
         client,
         tokenizer,
+        grammars,
         model_name=model_name,
         health=lambda: watch.problem,
         api_keys=api_keys,

@@ -1,17 +1,16 @@
 """From the engine's token events to text on a socket.
 
 The engine calls :meth:`TokenStream.put` on its own thread and never waits for a client. On the
-event loop :class:`Choice` turns events into text, and :class:`EventStream` writes it for as long as
+event loop a :class:`Choice` turns them into text, and :class:`EventStream` writes it for as long as
 somebody reads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import codecs
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,9 +19,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from skippy_mesh.gateway.chat import Tokenizer
 from skippy_mesh.gateway.errors import engine_failed, to_api_error
-from skippy_mesh.gateway.schemas import Delta, Reply, StreamOptions
+from skippy_mesh.gateway.replies import Delta, Reply
+from skippy_mesh.gateway.schemas import StreamOptions
+from skippy_mesh.gateway.text import Choice
 from skippy_mesh.messages import TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -43,90 +43,6 @@ class Limits:
     stall_timeout_s: float = 60.0
     max_pending: int = 256
     max_body_bytes: int = 16 << 20
-
-
-class StopMatcher:
-    """Cuts text at the first of ``stops``, wherever the borders between its pieces fall.
-
-    The longest end of the text that could still become a stop string is held back, no more and no
-    less. ``matched`` is the stop string that was found; nothing may be fed after it.
-    """
-
-    def __init__(self, stops: Sequence[str] = (), *, keeps_stop: bool = False):
-        self._stops = stops
-        self._keeps_stop = keeps_stop
-        self._held = ""
-        self.matched: str | None = None
-
-    def feed(self, text: str) -> str:
-        """What may be shown now that ``text`` has followed."""
-        text = self._held + text
-        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            place, self.matched = min(found, key=lambda match: (match[0], -len(match[1])))
-            return text[: place + len(self.matched) * self._keeps_stop]
-        num_shown = len(text) - self._num_held(text)
-        self._held = text[num_shown:]
-        return text[:num_shown]
-
-    def flush(self) -> str:
-        """The text still held when the request ends without a match."""
-        held, self._held = self._held, ""
-        return held
-
-    def _num_held(self, text: str) -> int:
-        longest = max(map(len, self._stops), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            end = text[-size:]
-            if any(stop.startswith(end) and len(stop) > size for stop in self._stops):
-                return size
-        return 0
-
-
-class Choice:
-    """One choice of a reply: token events in, deltas out.
-
-    The joined texts are the same however the events were grouped. ``num_tokens`` counts every
-    sampled token, those without visible text too.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stops: Sequence[str] = (),
-        keeps_stop: bool = False,
-        shows_special: bool = False,
-    ):
-        self._tokenizer = tokenizer
-        self._shows_special = shows_special
-        # Holds back an incomplete character; what never completes becomes U+FFFD at the end.
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = StopMatcher(stops, keeps_stop=keeps_stop)
-        self._unsent_ids: list[int] = []
-        self.num_tokens = 0
-
-    def push(self, event: TokenEvent) -> Delta | None:
-        """What ``event`` adds; None while there is nothing to show."""
-        finish: str | None = event.finish_reason
-        stop: str | int | None = None
-        data = b""
-        if event.token_id is not None:
-            self.num_tokens += 1
-            self._unsent_ids.append(event.token_id)
-            if finish != "stop":
-                data = self._tokenizer.piece(event.token_id, special=self._shows_special)
-            elif event.token_id not in self._tokenizer.eog_ids:
-                stop = event.token_id
-        text = self._stops.feed(self._decoder.decode(data, final=finish is not None))
-        if self._stops.matched is not None:
-            finish, stop = "stop", self._stops.matched
-        elif finish is not None:
-            text += self._stops.flush()
-        if not text and finish is None:
-            return None
-        ids, self._unsent_ids = tuple(self._unsent_ids), []
-        return Delta(text=text, token_ids=ids, finish_reason=finish, stop_reason=stop)
 
 
 class TokenStream:
@@ -200,6 +116,7 @@ async def all_deltas(tokens: TokenStream, choice: Choice) -> Delta:
     return Delta(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        scores=tuple(score for delta in deltas for score in delta.scores),
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].stop_reason,
     )

@@ -20,7 +20,7 @@ import uvicorn
 
 from skippy_mesh.gateway.app import create_app
 from skippy_mesh.messages import SamplingParams, StepBatch
-from stages.fake import BOS, FakePipeline, FakeTokenizer, babble, recite
+from stages.fake import BOS, FakeGrammars, FakePipeline, FakeTokenizer, babble, recite
 from tests.engines import RunningEngine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -49,7 +49,9 @@ def serving(
 ) -> Iterator[httpx.Client]:
     engine = engine or RunningEngine(pipeline or FakePipeline())
     settings = {"model_name": "fake/one", "health": lambda: None, "exact": True, **options}
-    app = create_app(engine.client, settings.pop("tokenizer", FakeTokenizer()), **settings)
+    tokenizer = settings.pop("tokenizer", FakeTokenizer())
+    grammars = settings.pop("grammars", FakeGrammars())
+    app = create_app(engine.client, tokenizer, grammars, **settings)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     # The protocol by name: asyncio sets TCP_NODELAY only on sockets that say they are TCP, and
     # without it every reply waits 40 ms for the client's delayed acknowledgement.

@@ -9,15 +9,9 @@ from collections.abc import Sequence
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from skippy_mesh.gateway.schemas import Delta
-from skippy_mesh.gateway.streaming import (
-    Choice,
-    Limits,
-    StopMatcher,
-    TokenStream,
-    all_deltas,
-    next_delta,
-)
+from skippy_mesh.gateway.replies import Delta
+from skippy_mesh.gateway.streaming import Limits, TokenStream, all_deltas, next_delta
+from skippy_mesh.gateway.text import Choice, StopMatcher, TextRules
 from skippy_mesh.messages import FinishReason, TokenEvent
 from stages.fake import EOS, FakeTokenizer
 
@@ -102,7 +96,7 @@ def test_an_incomplete_character_is_not_shown_before_it_is_whole() -> None:
 
 
 def test_a_stop_string_across_tokens_ends_the_choice() -> None:
-    choice = Choice(FakeTokenizer(), stops=["END"])
+    choice = Choice(FakeTokenizer(), TextRules(stops=["END"]))
     deltas = deltas_of(choice, [event(byte) for byte in b"so END"])
     assert "".join(delta.text for delta in deltas) == "so "
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "END")
@@ -110,13 +104,13 @@ def test_a_stop_string_across_tokens_ends_the_choice() -> None:
 
 
 def test_held_text_is_released_when_the_end_comes_first() -> None:
-    choice = Choice(FakeTokenizer(), stops=["END"])
+    choice = Choice(FakeTokenizer(), TextRules(stops=["END"]))
     deltas = deltas_of(choice, [event(ord("E")), event(ord("N"), "length")])
     assert [(delta.text, delta.finish_reason) for delta in deltas] == [("EN", "length")]
 
 
 def test_a_stop_string_finished_by_the_last_token_is_a_stop() -> None:
-    choice = Choice(FakeTokenizer(), stops=["EN"])
+    choice = Choice(FakeTokenizer(), TextRules(stops=["EN"]))
     deltas = deltas_of(choice, [event(ord("E")), event(ord("N"), "length")])
     assert [(delta.text, delta.finish_reason) for delta in deltas] == [("", "stop")]
 

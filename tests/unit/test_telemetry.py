@@ -38,7 +38,7 @@ from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.step_log import StepLog
 from skippy_mesh.step_totals import DURATIONS_S, STEP_ROWS
 from skippy_mesh.telemetry import Telemetry
-from stages.fake import FakeTokenizer
+from stages.fake import FakeGrammars, FakeTokenizer
 
 STAGES = (Capacity(lanes=8, attention=4096), Capacity(lanes=6, attention=4352, window=4096))
 LEDGER = {
@@ -447,6 +447,7 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
     app = create_app(
         client,
         FakeTokenizer(),
+        FakeGrammars(),
         model_name="tiny",
         health=lambda: health[0],
         api_keys=["key"],

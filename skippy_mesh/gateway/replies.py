@@ -1,0 +1,172 @@
+"""The two dialects of a reply, whole or in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skippy_mesh import __version__
+
+_NEVER = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-probabilities at one place: of the token that was drawn and of the likeliest ones, all as
+    bytes. ``offset`` is where the token begins in the choice's text, in characters."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one or more steps add to a choice; ``finish_reason`` is set on its last one only.
+
+    ``scores`` are the log-probabilities of ``token_ids``, where the request asked for them.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    scores: tuple[Score, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One reply in the dialect of its endpoint, whole or in chunks.
+
+    ``prompt_ids`` is given only where the client asked for token ids.
+    """
+
+    request_id: str
+    created: int
+    model: str
+    is_chat: bool
+    seed: int
+    num_prompt_tokens: int
+    prompt_ids: list[int] | None = None
+
+    @property
+    def skippy(self) -> dict[str, object]:
+        return {
+            "request_id": self.request_id,
+            "seed": self.seed,
+            "preemptions": 0,
+            "recomputed_tokens": 0,
+            "prefix_kind": "none",
+        }
+
+    def usage(self, num_output_tokens: int) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+
+    def whole(self, delta: Delta, num_output_tokens: int) -> dict[str, object]:
+        """The reply of a request without ``stream``: ``delta`` is all of the choice."""
+        content: dict[str, object] = (
+            {"message": {"role": "assistant", "content": delta.text}}
+            if self.is_chat
+            else {"text": delta.text}
+        )
+        return {
+            **self._outer(delta, content, is_first=True),
+            "usage": self.usage(num_output_tokens),
+            "skippy": self.skippy,
+        }
+
+    def chunk(self, delta: Delta, *, is_first: bool) -> dict[str, object]:
+        """One chunk. A choice's first one carries the role; an empty delta has no content."""
+        if not self.is_chat:
+            return self._outer(delta, {"text": delta.text}, is_first=is_first)
+        content: dict[str, object] = {"role": "assistant"} if is_first else {}
+        if is_first or delta.text:
+            content["content"] = delta.text
+        return self._outer(delta, {"delta": content}, is_first=is_first, is_chunk=True)
+
+    def usage_chunk(self, num_output_tokens: int) -> dict[str, object]:
+        return {
+            **self._envelope([], is_chunk=True),
+            "usage": self.usage(num_output_tokens),
+            "skippy": self.skippy,
+        }
+
+    def _outer(
+        self,
+        delta: Delta,
+        content: dict[str, object],
+        *,
+        is_first: bool,
+        is_chunk: bool = False,
+    ) -> dict[str, object]:
+        choice = {
+            "index": 0,
+            **content,
+            "logprobs": self._logprobs(delta.scores),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        outer = self._envelope([choice], is_chunk=is_chunk)
+        if self.prompt_ids is not None:
+            choice["token_ids"] = list(delta.token_ids)
+            if is_first:
+                (outer if self.is_chat else choice)["prompt_token_ids"] = self.prompt_ids
+        return outer
+
+    def _logprobs(self, scores: Sequence[Score]) -> dict[str, object] | None:
+        if not scores:
+            return None
+        if self.is_chat:
+            return {
+                "content": [
+                    {
+                        **_named(score.token, score.logprob),
+                        "top_logprobs": [_named(*one) for one in score.top],
+                    }
+                    for score in scores
+                ]
+            }
+        return {
+            "tokens": [_text(score.token) for score in scores],
+            "token_logprobs": [_finite(score.logprob) for score in scores],
+            "top_logprobs": [_by_text(score) for score in scores],
+            "text_offset": [score.offset for score in scores],
+        }
+
+    def _envelope(self, choices: list[dict[str, object]], *, is_chunk: bool) -> dict[str, object]:
+        chat_kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        return {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}",
+            "object": chat_kind if self.is_chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"skippy-mesh-{__version__}",
+            "choices": choices,
+        }
+
+
+def _named(token: bytes, logprob: float) -> dict[str, object]:
+    return {"token": _text(token), "logprob": _finite(logprob), "bytes": list(token)}
+
+
+def _by_text(score: Score) -> dict[str, float]:
+    """Two tokens may have one text, such as U+FFFD: the likelier one is kept."""
+    found: dict[str, float] = {}
+    for token, logprob in (*score.top, (score.token, score.logprob)):
+        found.setdefault(_text(token), _finite(logprob))
+    return found
+
+
+def _text(token: bytes) -> str:
+    return token.decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, _NEVER)
