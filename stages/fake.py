@@ -54,8 +54,8 @@ def babble(history: Sequence[int], params: SamplingParams) -> int:
 
 
 def certain(token: int, count: int) -> TokenLogprobs:
-    """Half the chance for ``token``, a quarter for the next one, and so on."""
-    chances = [(token + place, -math.log(2) * (place + 1)) for place in range(count)]
+    """Half the chance for ``token``, a quarter for the one below, and so on."""
+    chances = [(token - place, -math.log(2) * (place + 1)) for place in range(count)]
     return TokenLogprobs(-math.log(2), tuple(chances))
 
 
