@@ -37,37 +37,37 @@ class Grammar:
         )
         if not self._native:
             raise StageError("llama.cpp refuses the grammar")
-        hidden = [token for name, token in tokenizer.hidden_ids.items() if name not in text]
-        self._hidden = np.array(hidden, np.int32)
+        self._hidden = frozenset(
+            token for name, token in tokenizer.hidden_ids.items() if name not in text
+        )
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        try:
-            for token in outputs:
-                self.accept(token)
-        except StageError:
-            self.close()
-            raise
+        for token in outputs:
+            if not self.take(token):
+                self.close()
+                raise StageError(f"token {token} does not continue the grammar")
 
-    def allows(self, token: int) -> bool:
-        """Whether ``token`` may come next: an end of generation once the grammar is complete."""
-        return bool(len(self.allowed(np.array([token], np.int32))))
+    def take(self, token: int) -> bool:
+        """Go on behind ``token`` if it may come next; whether it may. An end of generation may
+        once the grammar is complete."""
+        if not len(self.allowed(np.array([token], np.int32))):
+            return False
+        llama_cpp.llama_sampler_accept(self._native, token)
+        self._decoder.decode(self._tokenizer.piece(token))
+        return True
 
     def allowed(self, ids: Ids) -> Ids:
-        """Those of ``ids`` that may come next."""
+        """Those of ``ids`` that may come next, in their order."""
         kept = self._kept(ids, np.zeros(len(ids), np.float32))
-        return ids[np.isfinite(kept) & ~np.isin(ids, self._hidden)]
+        found = ids[np.isfinite(kept)]
+        if self._hidden.isdisjoint(found.tolist()):
+            return found
+        return found[~np.isin(found, list(self._hidden))]
 
     def masked(self, logits: Floats) -> Floats:
         """A copy of float32 ``[n_vocab]`` with -inf for every token that may not come next."""
         kept = self._kept(np.arange(len(logits), dtype=np.int32), logits)
-        kept[self._hidden] = -np.inf
+        kept[list(self._hidden)] = -np.inf
         return kept
-
-    def accept(self, token: int) -> None:
-        """Go on behind ``token``; :class:`StageError` if it may not come next."""
-        if not self.allows(token):
-            raise StageError(f"token {token} does not continue the grammar")
-        llama_cpp.llama_sampler_accept(self._native, token)
-        self._decoder.decode(self._tokenizer.piece(token))
 
     def close(self) -> None:
         if self._native:

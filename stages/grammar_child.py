@@ -75,7 +75,7 @@ class Tester:
             token = int(draw.choice(allowed))
             if token in self._tokenizer.eog_ids:
                 break
-            grammar.accept(token)
+            grammar.take(token)
         grammar.close()
 
     def _reason(self) -> str:

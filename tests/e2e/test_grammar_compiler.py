@@ -52,7 +52,7 @@ def texts(tokenizer: Tokenizer, gbnf: str, count: int) -> Iterator[str]:
     for _ in range(count):
         grammar, data = Grammar(tokenizer, gbnf), b""
         while (token := int(draw.choice(grammar.allowed(every)))) not in tokenizer.eog_ids:
-            grammar.accept(token)
+            assert grammar.take(token)
             data += tokenizer.piece(token)
         grammar.close()
         yield data.decode()
@@ -133,7 +133,7 @@ def accepts(tokenizer: Tokenizer, gbnf: str, text: str) -> bool:
         grammar = Grammar(tokenizer, gbnf, ids)
     except StageError:
         return False
-    is_whole = grammar.allows(next(iter(tokenizer.eog_ids)))
+    is_whole = grammar.take(next(iter(tokenizer.eog_ids)))
     grammar.close()
     return is_whole
 
@@ -163,11 +163,12 @@ def test_once_complete_only_an_end_of_generation_is_allowed(tokenizer: Tokenizer
     (token,) = tokenizer.encode("Q", add_special=False, parse_special=False)
     grammar = Grammar(tokenizer, 'root ::= "Q"')
     assert set(grammar.allowed(every).tolist()) == {token}
-    assert not any(grammar.allows(end) for end in tokenizer.eog_ids)
-    grammar.accept(token)
+    assert not any(grammar.take(end) for end in tokenizer.eog_ids)
+    assert grammar.take(token)
     assert set(grammar.allowed(every).tolist()) == set(tokenizer.eog_ids)
-    with pytest.raises(StageError, match="does not continue"):  # natively, the end of the process
-        grammar.accept(token)
+    assert not grammar.take(token)  # natively, it would be the end of the process
+    with pytest.raises(StageError, match="does not continue"):
+        Grammar(tokenizer, 'root ::= "Q"', [token, token])
     grammar.close()
 
 
@@ -180,7 +181,7 @@ def test_a_grammar_is_where_its_tokens_left_it(tokenizer: Tokenizer) -> None:
         replayed = Grammar(tokenizer, gbnf, ids[:place])
         assert np.array_equal(walked.allowed(every), replayed.allowed(every))
         replayed.close()
-        walked.accept(token)
+        assert walked.take(token)
     walked.close()
 
 
@@ -190,7 +191,7 @@ def test_only_whole_characters_are_made_of_bytes(tokenizer: Tokenizer) -> None:
         data[0]: t for t in range(tokenizer.num_tokens) if len(data := tokenizer.piece(t)) == 1
     }
     grammar = Grammar(tokenizer, "root ::= [^x]*")
-    grammar.accept(byte_of[0xE0])
+    assert grammar.take(byte_of[0xE0])
     allowed = set(grammar.allowed(np.arange(tokenizer.num_tokens, dtype=np.int32)).tolist())
     assert allowed == {byte_of[byte] for byte in range(0xA0, 0xC0)}
     grammar.close()
@@ -200,9 +201,9 @@ def test_no_control_token_is_taken_for_its_name(tokenizer: Tokenizer) -> None:
     (start,) = tokenizer.encode("<|im_start|>", add_special=False, parse_special=True)
     free = Grammar(tokenizer, "root ::= [^x]*")
     named = Grammar(tokenizer, 'root ::= "<|im_start|>" [^x]*')
-    assert not free.allows(start)
+    assert not free.take(start)
     assert not np.isfinite(free.masked(np.zeros(tokenizer.num_tokens, np.float32))[start])
-    assert named.allows(start)
+    assert named.take(start)
     free.close()
     named.close()
 
