@@ -102,6 +102,12 @@ FAULTS = {
         "for lane in plan.removed[1:]:",
         SCHEDULER + "test_an_id_comes_back_only_when_all_stages_have_confirmed",
     ),
+    "begin again without a past": Fault(
+        "skippy_mesh/scheduler/plan.py",
+        "histories={lane: past for lane, past in pasts.items() if past is not None},",
+        "histories={lane: past for lane, past in pasts.items() if past and not past.outputs},",
+        SCHEDULER + "test_who_begins_again_is_told_its_past",
+    ),
     "pack cells to the last byte": Fault(
         "coordinator/costs.py",
         "return -(-self.pool * bytes_per_cell * 100 // _KV_PERCENT)",

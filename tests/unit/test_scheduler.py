@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 from skippy_mesh.errors import RequestError, StageError
-from skippy_mesh.messages import StepResult
+from skippy_mesh.messages import SamplingParams, StepResult
 from skippy_mesh.scheduler import sequence as sequence_module
 from stages.fake import FakePipeline
 from tests.scheduling import Run, answer_alone, request, scheduler_of
@@ -303,6 +303,20 @@ def test_a_victim_keeps_its_tokens_and_is_computed_again_without_sampling(small_
     assert again_output
     sampled = sum(part.samples for plan in run.plans for part in plan.parts)
     assert sampled == 2 * 30, "one sample for each token, however often its row was computed"
+
+
+def test_who_begins_again_is_told_its_past(small_promises):
+    """The fake stage holds every past against the rows it gets, before each draw."""
+    sampling = SamplingParams(repetition_penalty=2.0, repeat_last_n=3)
+    run = Run(cells=48, max_rows=8)
+    run.ask(*(request(name, 10, 30, sampling=sampling) for name in "ab"), request("c", 5, 5))
+    run.finish()
+    run.assert_answers()
+    pasts = [past for batch in run.batches for past in batch.histories.values()]
+    resumed = [past for past in pasts if past.outputs]
+    assert resumed and len(resumed) == sum(plan.num_preempted for plan in run.plans)
+    assert {past.num_prompt for past in pasts} == {10}, "c needs no past"
+    assert {len(past.recent_prompt) for past in pasts} == {3}
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 4])

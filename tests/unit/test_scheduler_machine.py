@@ -93,7 +93,9 @@ class Traffic(RuleBasedStateMachine):
         at_once=st.integers(1, 4),
     )
     def arrive(self, num_prompt, max_tokens, priority, seed, at_once):
-        sampling = SamplingParams(temperature=1.0, seed=seed)
+        # Half of them must be told their past when they begin again.
+        penalty = 1.0 + seed % 2
+        sampling = SamplingParams(temperature=1.0, seed=seed, repetition_penalty=penalty)
         for _ in range(at_once):
             name = f"r{len(self.run.asked)}"
             asked = request(name, num_prompt, max_tokens, priority=priority, sampling=sampling)
