@@ -122,7 +122,7 @@ class LaneSampler:
                     return int(allowed[0])
         for row in rows:  # the last one is untouched: what the request forbids may be all there is
             if (rest := self._kept_of(grammar.masked(row), position)) is not None:
-                token = self._draw(*rest, position, number=1)
+                token = self._draw(*rest, position)
                 grammar.take(token)
                 return token
         return None
@@ -148,13 +148,13 @@ class LaneSampler:
         candidates.apply(self._chain)
         return candidates.rows["id"], candidates.rows["logit"]
 
-    def _draw(self, ids: Ids, logits: Floats, position: int, *, number: int = 0) -> int:
-        """One of ``ids``, by the position's random number ``number``."""
+    def _draw(self, ids: Ids, logits: Floats, position: int) -> int:
+        """One of ``ids``, by the position's random number."""
         if self._chain is None:
             return int(ids[logits.argmax()])  # the lowest id on ties
         weights = np.exp(logits.astype(np.float64) - logits.max())
         cumulative = np.cumsum(weights)
-        share = uniform(self.params.seed, position, number) * cumulative[-1]
+        share = uniform(self.params.seed, position) * cumulative[-1]
         chosen = int(np.searchsorted(cumulative, share, "right"))
         return int(ids[min(chosen, len(ids) - 1)])
 
@@ -225,15 +225,14 @@ def _filters(params: SamplingParams) -> int:
     return chain
 
 
-def uniform(seed: int, position: int, number: int = 0) -> float:
+def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on its arguments alone (Philox, counter-based)."""
-    generator = np.random.Philox(key=np.array([seed % _UINT64, position], np.uint64))
-    bits = generator.random_raw(number + 1)[number]
+    bits = np.random.Philox(key=np.array([seed % _UINT64, position], np.uint64)).random_raw()
     return float(int(bits) >> 11) / 2**53
 
 
 def gumbel(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
-    """So many numbers of the standard Gumbel distribution; none is behind :func:`uniform`'s first.
+    """So many numbers of the standard Gumbel distribution, none made of what :func:`uniform` uses.
 
     Whoever is highest once these are added to log-weights has been drawn by those weights.
     """
