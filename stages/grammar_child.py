@@ -1,7 +1,7 @@
 """The child of :mod:`stages.grammar_compiler`: tries grammars on the model's vocabulary; some of
 them end it.
 
-One JSON object a line: ``{"kind": "gbnf" or "json_schema", "text": ...}`` in,
+One JSON object a line: ``{"kind": "gbnf", "json_schema" or "tool_calls", "text": ...}`` in,
 ``{"gbnf": ...}`` or ``{"error": ...}`` out, after a first empty object when it is ready.
 """
 
@@ -14,15 +14,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from skippy_mesh.errors import StageError
 from stages.grammar import MAX_GRAMMAR_BYTES, Grammar
 from stages.native import last_error
-from stages.schema_grammar import schema_to_gbnf
+from stages.schema_grammar import calls_to_gbnf, schema_to_gbnf
 from stages.tokenizer import Tokenizer
 
 # A stage has eight times this. What overflows it ends this process and not that one.
@@ -30,6 +31,10 @@ _STACK_BYTES = 1 << 20
 _EXTRA_MEMORY_BYTES = 1 << 30
 _WALK_TOKENS, _WALK_S, _WALK_CHOICES = 64, 0.25, 512
 _MAX_REASON_CHARS = 160
+_CONVERTERS: dict[str, Callable[[Any], str]] = {
+    "json_schema": schema_to_gbnf,
+    "tool_calls": calls_to_gbnf,
+}
 
 
 class Tester:
@@ -41,8 +46,8 @@ class Tester:
         request = json.loads(line)
         text: str = request["text"]
         try:
-            if request["kind"] == "json_schema":
-                text = schema_to_gbnf(json.loads(text))
+            if (convert := _CONVERTERS.get(request["kind"])) is not None:
+                text = convert(json.loads(text))
             if len(text.encode()) > MAX_GRAMMAR_BYTES:
                 raise ValueError(f"it makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes")
             self._try(text)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 2.0
 _START_TIMEOUT_S = 120.0
 _MAX_KNOWN = 256
-GrammarKind = Literal["gbnf", "json_schema"]
+GrammarKind = Literal["gbnf", "json_schema", "tool_calls"]
 
 
 class GrammarCompiler:

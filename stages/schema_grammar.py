@@ -11,6 +11,7 @@ nobody.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama_cpp import llama_grammar
@@ -23,6 +24,8 @@ _CHAR = (
 
 
 class _Converter(llama_grammar.SchemaConverter):  # type: ignore[misc]
+    num_schemas = 0
+
     def resolve_refs(self, schema: Any, url: str) -> Any:
         """Find what every reference in ``schema`` refers to; all must be inside it."""
         pending = [schema]
@@ -36,8 +39,23 @@ class _Converter(llama_grammar.SchemaConverter):  # type: ignore[misc]
                 pending.extend(node)
         return schema
 
+    def begin(self, schema: object) -> None:
+        """Go over to another schema; its references are its own."""
+        if not isinstance(schema, dict):
+            raise ValueError("a schema must be an object")
+        _check_limits(schema)
+        self._refs.clear()
+        self.num_schemas += 1
+        self.resolve_refs(schema, "")
+
+    def add(self, name: str, rule: str) -> str:
+        return str(self._add_rule(name, rule))
+
+    def literal(self, text: str) -> str:
+        return self._format_literal(text)
+
     def _resolve_ref(self, ref: str) -> Any:
-        name = f"ref-{list(self._refs).index(ref)}-"
+        name = f"ref-{self.num_schemas}-{list(self._refs).index(ref)}-"
         if name in self._rules or ref in self._refs_being_resolved:
             return name
         self._refs_being_resolved.add(ref)
@@ -64,14 +82,46 @@ def schema_to_gbnf(schema: object) -> str:
 
     Raises whatever it stumbles over.
     """
-    if not isinstance(schema, dict):
-        raise ValueError("a schema must be an object")
-    _check_limits(schema)
-    converter = _Converter(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
-    converter.resolve_refs(schema, "")
+    converter = _new_converter()
+    converter.begin(schema)
     converter.visit(schema, "")
-    text: str = converter.format_grammar()
-    return text
+    return str(converter.format_grammar())
+
+
+def calls_to_gbnf(shape: Mapping[str, Any]) -> str:
+    """GBNF of tool calls: ``begin``, one of ``calls``, unless ``is_single`` more of them behind
+    ``between``, ``end``. A call is a list of texts, of ``{"schema": ...}``, ``{"optional": [...]}``
+    and ``{"line_text": true}``, which has no ``<``.
+    """
+    converter = _new_converter()
+    names = [
+        converter.add(f"call-{number}", _sequence(converter, parts))
+        for number, parts in enumerate(shape["calls"])
+    ]
+    call = converter.add("call", " | ".join(names))
+    more = "" if shape["is_single"] else f"({converter.literal(shape['between'])} {call})*"
+    begin, end = converter.literal(shape["begin"]), converter.literal(shape["end"])
+    converter.add("root", f"{begin} {call} {more} {end}")
+    return str(converter.format_grammar())
+
+
+def _sequence(converter: _Converter, parts: Sequence[Any]) -> str:
+    return " ".join(_part(converter, part) for part in parts)
+
+
+def _part(converter: _Converter, part: Any) -> str:
+    if isinstance(part, str):
+        return converter.literal(part)
+    if "optional" in part:
+        return f"({_sequence(converter, part['optional'])})?"
+    if "line_text" in part:
+        return "[^<]+"
+    converter.begin(part["schema"])
+    return str(converter.visit(part["schema"], f"schema-{converter.num_schemas}"))
+
+
+def _new_converter() -> _Converter:
+    return _Converter(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
 
 
 def _target_of(ref: str, schema: Any) -> Any:

@@ -46,6 +46,7 @@ from skippy_mesh.gateway.streaming import (
     unless_gone,
 )
 from skippy_mesh.gateway.text import Choice
+from skippy_mesh.gateway.tools import ToolUse
 from skippy_mesh.messages import Request as EngineRequest
 
 LOADING = "loading"
@@ -156,17 +157,22 @@ class Gateway:
     async def chat_completions(self, http: Request) -> Response:
         self.refuse_if_unhealthy()
         body = parse_body(ChatBody, await self._read(http))
+        use = body.tool_use(self._tokenizer.chat_template)
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
         variables = dict(body.chat_template_kwargs)
         if body.reasoning_effort is not None:
             variables["reasoning_effort"] = body.reasoning_effort
+        if use is not None:
+            messages = use.messages(messages)
+            variables |= use.variables
         prompt = await asyncio.to_thread(
             self._template.encode,
-            [message.model_dump(exclude_none=True) for message in body.messages],
+            messages,
             add_generation_prompt=body.add_generation_prompt,
             add_special=body.add_special_tokens,
             variables=variables,
         )
-        return await self._complete(http, body, prompt, is_chat=True)
+        return await self._complete(http, body, prompt, is_chat=True, use=use)
 
     async def completions(self, http: Request) -> Response:
         self.refuse_if_unhealthy()
@@ -183,8 +189,9 @@ class Gateway:
         *,
         is_chat: bool,
         echoed: str = "",
+        use: ToolUse | None = None,
     ) -> Response:
-        grammar = await self._grammars.compiled(body.constraint)
+        grammar = await self._grammars.compiled((use and use.constraint) or body.constraint)
         request_id = self._name_request(http, body)
         request = self._engine_request(request_id, body, prompt, grammar)
         reply = Reply(
@@ -196,7 +203,11 @@ class Gateway:
             num_prompt_tokens=len(prompt),
             prompt_ids=prompt if body.return_token_ids else None,
         )
-        choice = Choice(self._tokenizer, body.text_rules(prefix=echoed))
+        choice = Choice(
+            self._tokenizer,
+            body.text_rules(prefix=echoed, shows_special=use is not None and use.shows_special),
+            tools=use.parser() if use is not None else None,
+        )
         tokens = self._submit(request, prompt_field="messages" if is_chat else "prompt")
         try:
             answering = self._answer(reply, tokens, choice, body)

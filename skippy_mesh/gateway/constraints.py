@@ -19,11 +19,14 @@ from skippy_mesh.gateway.body import Body
 
 _GENERIC_OBJECT = '{"type":"object"}'
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-GrammarKind = Literal["gbnf", "json_schema"]
+GrammarKind = Literal["gbnf", "json_schema", "tool_calls"]
 
 
 class GrammarCompiler(Protocol):
-    """Turns a grammar or a JSON schema into GBNF that cannot harm a stage. Blocks; any thread."""
+    """Turns a grammar, a JSON schema or the shape of tool calls into GBNF that cannot harm a stage.
+
+    Blocks; any thread.
+    """
 
     def compile(self, kind: GrammarKind, text: str) -> str:
         """:class:`RequestError` ``invalid_grammar`` with the reason if there is none."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skippy_mesh import __version__
+from skippy_mesh.gateway.tool_parser import CallDelta
 
 _NEVER = -9999.0
 
@@ -25,12 +26,14 @@ class Score:
 class Delta:
     """What one or more steps add to a choice; ``finish_reason`` is set on its last one only.
 
-    ``scores`` are the log-probabilities of ``token_ids``, where the request asked for them.
+    ``scores`` are the log-probabilities of ``token_ids``, where the request asked for them;
+    ``calls`` is what is new of tool calls.
     """
 
     text: str
     token_ids: tuple[int, ...]
     scores: tuple[Score, ...] = ()
+    calls: tuple[CallDelta, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -71,9 +74,7 @@ class Reply:
     def whole(self, delta: Delta, num_output_tokens: int) -> dict[str, object]:
         """The reply of a request without ``stream``: ``delta`` is all of the choice."""
         content: dict[str, object] = (
-            {"message": {"role": "assistant", "content": delta.text}}
-            if self.is_chat
-            else {"text": delta.text}
+            {"message": self._message(delta)} if self.is_chat else {"text": delta.text}
         )
         return {
             **self._outer(delta, content, is_first=True),
@@ -86,8 +87,10 @@ class Reply:
         if not self.is_chat:
             return self._outer(delta, {"text": delta.text}, is_first=is_first)
         content: dict[str, object] = {"role": "assistant"} if is_first else {}
-        if is_first or delta.text:
+        if delta.text or (is_first and not delta.calls):
             content["content"] = delta.text
+        if delta.calls:
+            content["tool_calls"] = [self._call_chunk(call) for call in delta.calls]
         return self._outer(delta, {"delta": content}, is_first=is_first, is_chunk=True)
 
     def usage_chunk(self, num_output_tokens: int) -> dict[str, object]:
@@ -118,6 +121,30 @@ class Reply:
             if is_first:
                 (outer if self.is_chat else choice)["prompt_token_ids"] = self.prompt_ids
         return outer
+
+    def _message(self, delta: Delta) -> dict[str, object]:
+        message: dict[str, object] = {"role": "assistant", "content": delta.text}
+        if delta.calls:
+            names = [call for call in delta.calls if call.name is not None]
+            message["content"] = delta.text or None
+            message["tool_calls"] = [
+                self._call(head, "".join(c.arguments for c in delta.calls if c.index == head.index))
+                for head in names
+            ]
+        return message
+
+    def _call_chunk(self, call: CallDelta) -> dict[str, object]:
+        """The first of a call has everything but arguments, the others have nothing else."""
+        if call.name is not None:
+            return {"index": call.index, **self._call(call, "")}
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+
+    def _call(self, call: CallDelta, arguments: str) -> dict[str, object]:
+        return {
+            "id": f"call_{self.request_id}_{call.index}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": arguments},
+        }
 
     def _logprobs(self, scores: Sequence[Score]) -> dict[str, object] | None:
         if not scores:

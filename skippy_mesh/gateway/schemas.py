@@ -17,6 +17,7 @@ from skippy_mesh.errors import RequestError
 from skippy_mesh.gateway.body import Body
 from skippy_mesh.gateway.constraints import Constrained
 from skippy_mesh.gateway.text import TextRules
+from skippy_mesh.gateway.tools import Tool, ToolCall, ToolChoice, ToolUse, tool_use
 from skippy_mesh.messages import SamplingParams
 from skippy_mesh.sampling import MAX_LOGPROBS
 
@@ -26,6 +27,7 @@ _MAX_INT32 = 2**31 - 1
 _MAX_STOP_BYTES = 256
 _MAX_BIAS = 100
 _MAX_BIASES = 1024
+_MAX_TOOLS = 128
 
 # What each field may hold, besides null, false and empty, without changing anything.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -33,21 +35,20 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (0,)),
     "priority": (0,),
     "top_n_sigma": (-1, 0),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     **dict.fromkeys(
         (
-            "tools", "functions", "structural_tag", "timings_per_token", "continue_final_message",
+            "functions", "structural_tag", "timings_per_token", "continue_final_message",
             "suffix", "use_beam_search", "prompt_logprobs", "prompt_embeds", "bad_words",
             "truncate_prompt_tokens", "audio", "prediction", "web_search_options", "lora",
-            "chat_template", "tool_calls",
+            "chat_template",
         ),
         (),
     ),
 }  # fmt: skip
 _UNSUPPORTED_PREFIX = "guided_"
-_NESTED = ("messages", "stream_options", "response_format", "structured_outputs")
+_NESTED = ("messages", "tools", "stream_options", "response_format", "structured_outputs")
 # Within structured_outputs: other ways to constrain that vLLM knows.
 _UNSUPPORTED_OUTPUTS = ("regex", "json_object", "structural_tag")
 _OWN_ERRORS = ("invalid_value", "unsupported_content", "unsupported_parameter")
@@ -214,11 +215,11 @@ class GenerationBody(Constrained):
         """How many of the likeliest tokens are asked for, None if no log-probabilities are."""
         raise NotImplementedError
 
-    def text_rules(self, *, prefix: str = "") -> TextRules:
+    def text_rules(self, *, prefix: str = "", shows_special: bool = False) -> TextRules:
         return TextRules(
             stops=self.stop,
             keeps_stop=self.include_stop_str_in_output,
-            shows_special=not self.skip_special_tokens,
+            shows_special=shows_special or not self.skip_special_tokens,
             min_tokens=self.min_tokens,
             interval=self.stream_interval,
             max_s=self.t_max_predict_ms / 1000,
@@ -253,6 +254,8 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_text_of_parts)] = ""
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
 
 class ChatBody(GenerationBody):
@@ -261,8 +264,26 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] = Field({})
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
+    tools: list[Tool] = Field([], max_length=_MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+    def tool_use(self, template: str | None) -> ToolUse | None:
+        """What is to be done with the tools, by the model's chat ``template``."""
+        use = tool_use(
+            self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls, template=template
+        )
+        if use is not None and use.forced:
+            if self.constraint is not None:
+                raise RequestError(
+                    f"{self.constraint.field} excludes a forced tool call",
+                    param=self.constraint.field,
+                )
+            if self.ignore_eos:
+                raise RequestError("ignore_eos excludes a forced tool call", param="ignore_eos")
+        return use
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatBody:

@@ -117,6 +117,7 @@ async def all_deltas(tokens: TokenStream, choice: Choice) -> Delta:
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         scores=tuple(score for delta in deltas for score in delta.scores),
+        calls=tuple(call for delta in deltas for call in delta.calls),
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].stop_reason,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from skippy_mesh.gateway.chat import Tokenizer
 from skippy_mesh.gateway.replies import Delta, Score
+from skippy_mesh.gateway.tool_parser import CallDelta, ToolParser
 from skippy_mesh.messages import TokenEvent
 
 
@@ -73,7 +74,7 @@ class Choice:
     """One choice of a reply: token events in, deltas out.
 
     The joined texts are the same however the events were grouped. ``num_tokens`` counts every
-    sampled token, those without visible text too.
+    sampled token, those without visible text too. With ``tools`` calls are taken out of the text.
     """
 
     def __init__(
@@ -81,10 +82,12 @@ class Choice:
         tokenizer: Tokenizer,
         rules: TextRules | None = None,
         *,
+        tools: ToolParser | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._tokenizer = tokenizer
         self._rules = rules or TextRules()
+        self._tools = tools
         self._clock = clock
         # Holds back an incomplete character; what never completes becomes U+FFFD at the end.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -92,6 +95,7 @@ class Choice:
         self._unsent_text = self._rules.prefix
         self._unsent_ids: list[int] = []
         self._unsent_scores: list[Score] = []
+        self._unsent_calls: list[CallDelta] = []
         self._num_chars = 0
         self._is_first = True
         self._end_s: float | None = None
@@ -118,8 +122,19 @@ class Choice:
             finish, stop = "stop", self._stops.matched
         elif finish is not None:
             text += self._stops.flush()
+        if self._tools is not None:
+            text, finish, stop = self._parse(self._tools, text, finish, stop)
         self._unsent_text += text
         return self._delta(finish, stop) if self._is_due(finish) else None
+
+    def _parse(
+        self, tools: ToolParser, text: str, finish: str | None, stop: str | int | None
+    ) -> tuple[str, str | None, str | int | None]:
+        text, calls = tools.feed(text, final=finish is not None)
+        self._unsent_calls += calls
+        if tools.num_calls and (finish == "stop" or (finish is None and tools.is_full)):
+            return text, "tool_calls", None
+        return text, finish, stop
 
     def _take(self, event: TokenEvent, token: int) -> None:
         self.num_tokens += 1
@@ -142,16 +157,18 @@ class Choice:
         if finish is not None:
             return True
         is_enough = self._is_first or len(self._unsent_ids) >= self._rules.interval
-        return bool(self._unsent_text) and is_enough
+        return bool(self._unsent_text or self._unsent_calls) and is_enough
 
     def _delta(self, finish: str | None, stop: str | int | None) -> Delta:
         delta = Delta(
             text=self._unsent_text,
             token_ids=tuple(self._unsent_ids),
             scores=tuple(self._unsent_scores),
+            calls=tuple(self._unsent_calls),
             finish_reason=finish,
             stop_reason=stop,
         )
-        self._unsent_text, self._unsent_ids, self._unsent_scores = "", [], []
+        self._unsent_text = ""
+        self._unsent_ids, self._unsent_scores, self._unsent_calls = [], [], []
         self._is_first = False
         return delta

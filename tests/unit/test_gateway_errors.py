@@ -41,6 +41,9 @@ def user(content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
 
 
+TOOL = {"type": "function", "function": {"name": "look"}}
+BAD_TOOL = {"type": "function", "function": {"name": "bad"}}
+NAMED = {"type": "function", "function": {"name": "find"}}
 BAD_REQUESTS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"temperature": "hot"}, "invalid_value", "temperature"),
     (CHAT, {"temperature": 2.5}, "invalid_value", "temperature"),
@@ -68,12 +71,24 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": [{"role": "boss"}]}, "invalid_value", "messages[0].role"),
     (CHAT, user(3), "invalid_value", "messages[0].content"),
     (CHAT, user([{"type": "image_url"}]), "unsupported_content", "messages[0].content"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1]}]}, "unsupported_parameter",
-     "messages[0].tool_calls"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1]}]}, "invalid_value",
+     "messages[0].tool_calls[0]"),
+    (CHAT, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+     "unsupported_parameter", "messages[0].function_call"),
     (CHAT, user("x" * 600), "context_length_exceeded", "messages"),
     (CHAT, {"n": 2}, "unsupported_parameter", "n"),
     (CHAT, {"guided_choice": ["a"]}, "unsupported_parameter", "guided_choice"),
-    (CHAT, {"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+    (CHAT, {"tools": [{"type": "function"}]}, "invalid_value", "tools[0].function"),
+    (CHAT, {"tools": [TOOL, {"type": "function", "function": {"name": "a b"}}]}, "invalid_value",
+     "tools[1].function.name"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "some"}, "invalid_value", "tool_choice"),
+    (CHAT, {"tools": [TOOL], "tool_choice": NAMED}, "invalid_value", "tool_choice"),
+    (CHAT, {"tool_choice": "required"}, "invalid_value", "tool_choice"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "required", "grammar": "x"}, "invalid_value",
+     "grammar"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "invalid_value",
+     "ignore_eos"),
+    (CHAT, {"tools": [BAD_TOOL], "tool_choice": "required"}, "invalid_grammar", "tools"),
     (CHAT, {"typical_p": 0}, "invalid_value", "typical_p"),
     (CHAT, {"presence_penalty": 2.5}, "invalid_value", "presence_penalty"),
     (CHAT, {"frequency_penalty": "a"}, "invalid_value", "frequency_penalty"),
