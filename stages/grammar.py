@@ -16,7 +16,7 @@ import numpy as np
 from skippy_mesh.errors import StageError
 from stages.batch import Floats
 from stages.candidates import Candidates, Ids
-from stages.tokenizer import Tokenizer
+from stages.tokenizer import Tokenizer, begins_text
 
 MAX_GRAMMAR_BYTES = 64 << 10
 _ROOT = b"root"
@@ -37,9 +37,8 @@ class Grammar:
         )
         if not self._native:
             raise StageError("llama.cpp refuses the grammar")
-        self._hidden = frozenset(
-            token for name, token in tokenizer.hidden_ids.items() if name not in text
-        )
+        self._hidden = np.zeros(tokenizer.num_tokens, np.bool_)
+        self._hidden[[id_ for name, id_ in tokenizer.hidden_ids.items() if name not in text]] = True
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in outputs:
             if not self.take(token):
@@ -57,17 +56,11 @@ class Grammar:
 
     def allowed(self, ids: Ids) -> Ids:
         """Those of ``ids`` that may come next, in their order."""
-        kept = self._kept(ids, np.zeros(len(ids), np.float32))
-        found = ids[np.isfinite(kept)]
-        if self._hidden.isdisjoint(found.tolist()):
-            return found
-        return found[~np.isin(found, list(self._hidden))]
+        return ids[np.isfinite(self._kept(ids, np.zeros(len(ids), np.float32)))]
 
     def masked(self, logits: Floats) -> Floats:
         """A copy of float32 ``[n_vocab]`` with -inf for every token that may not come next."""
-        kept = self._kept(np.arange(len(logits), dtype=np.int32), logits)
-        kept[list(self._hidden)] = -np.inf
-        return kept
+        return self._kept(np.arange(len(logits), dtype=np.int32), logits)
 
     def close(self) -> None:
         if self._native:
@@ -79,17 +72,13 @@ class Grammar:
         assert self._native is not None
         candidates.apply(self._native)
         kept: Floats = candidates.rows["logit"].copy()
-        if unfinished := self._decoder.getstate()[0]:
+        kept[self._hidden[ids]] = -np.inf
+        unfinished = self._decoder.getstate()[0]
+        if not unfinished:
+            kept[self._tokenizer.is_broken[ids]] = -np.inf
+        else:
             for place in np.flatnonzero(np.isfinite(kept)):  # those that finish it: few
-                if not _is_text(unfinished + self._tokenizer.piece(int(ids[place]))):
+                piece = self._tokenizer.piece(int(ids[place]))
+                if not piece or not begins_text(unfinished + piece):
                     kept[place] = -np.inf
         return kept
-
-
-def _is_text(data: bytes) -> bool:
-    """Whether ``data`` begins a valid text."""
-    try:
-        codecs.utf_8_decode(data, "strict", False)
-    except UnicodeDecodeError:
-        return False
-    return True

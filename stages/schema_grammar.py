@@ -24,7 +24,10 @@ _CHAR = (
 
 
 class _Converter(llama_grammar.SchemaConverter):  # type: ignore[misc]
-    num_schemas = 0
+    def __init__(self) -> None:
+        super().__init__(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
+        self.num_schemas = 0
+        self._names: dict[str, str] = {}
 
     def resolve_refs(self, schema: Any, url: str) -> Any:
         """Find what every reference in ``schema`` refers to; all must be inside it."""
@@ -56,10 +59,10 @@ class _Converter(llama_grammar.SchemaConverter):  # type: ignore[misc]
 
     def _resolve_ref(self, ref: str) -> Any:
         name = f"ref-{self.num_schemas}-{list(self._refs).index(ref)}-"
-        if name in self._rules or ref in self._refs_being_resolved:
-            return name
-        self._refs_being_resolved.add(ref)
-        return self.visit(self._refs[ref], name)
+        if name not in self._names:
+            self._names[name] = name  # for references to it from inside
+            self._names[name] = self.visit(self._refs[ref], name)
+        return self._names[name]
 
     def visit(self, schema: Any, name: str) -> Any:
         if isinstance(schema, bool):
@@ -82,7 +85,7 @@ def schema_to_gbnf(schema: object) -> str:
 
     Raises whatever it stumbles over.
     """
-    converter = _new_converter()
+    converter = _Converter()
     converter.begin(schema)
     converter.visit(schema, "")
     return str(converter.format_grammar())
@@ -90,10 +93,11 @@ def schema_to_gbnf(schema: object) -> str:
 
 def calls_to_gbnf(shape: Mapping[str, Any]) -> str:
     """GBNF of tool calls: ``begin``, one of ``calls``, unless ``is_single`` more of them behind
-    ``between``, ``end``. A call is a list of texts, of ``{"schema": ...}``, ``{"optional": [...]}``
-    and ``{"line_text": true}``, which has no ``<``.
+    ``between``, ``end``. A call is a list of texts, of ``{"schema": ...}`` (``root`` is what its
+    references are in), ``{"optional": [...]}``, ``{"choices": [...]}`` and
+    ``{"text_without": letter, "least": ..., "most": ...}``.
     """
-    converter = _new_converter()
+    converter = _Converter()
     names = [
         converter.add(f"call-{number}", _sequence(converter, parts))
         for number, parts in enumerate(shape["calls"])
@@ -114,14 +118,13 @@ def _part(converter: _Converter, part: Any) -> str:
         return converter.literal(part)
     if "optional" in part:
         return f"({_sequence(converter, part['optional'])})?"
-    if "line_text" in part:
-        return "[^<]+"
-    converter.begin(part["schema"])
+    if "choices" in part:
+        return f"({' | '.join(converter.literal(str(choice)) for choice in part['choices'])})"
+    if "text_without" in part:
+        _check_limits({"minLength": part["least"], "maxLength": part["most"]})
+        return _repetition(f"[^{part['text_without']}]", part["least"] or 0, part["most"])
+    converter.begin(part.get("root", part["schema"]))
     return str(converter.visit(part["schema"], f"schema-{converter.num_schemas}"))
-
-
-def _new_converter() -> _Converter:
-    return _Converter(prop_order={}, allow_fetch=False, dotall=False, raw_pattern=False)
 
 
 def _target_of(ref: str, schema: Any) -> Any:

@@ -5,10 +5,13 @@ Loads the vocabulary only: no weights, no context.
 
 from __future__ import annotations
 
+import codecs
 import ctypes
 from functools import cached_property
 
 import llama_cpp
+import numpy as np
+import numpy.typing as npt
 
 from skippy_mesh.errors import ModelFileError
 from stages.native import load_library
@@ -81,6 +84,12 @@ class Tokenizer:
         )
 
     @cached_property
+    def is_broken(self) -> npt.NDArray[np.bool_]:
+        """For every token, whether its bytes cannot stand behind a whole character."""
+        pieces = map(self.piece, range(self.num_tokens))
+        return np.fromiter((not begins_text(piece) for piece in pieces), np.bool_)
+
+    @cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The texts of all control tokens, which user text must not be able to forge.
 
@@ -118,3 +127,13 @@ class Tokenizer:
 
     def _text_of(self, token_id: int) -> str:
         return "" if token_id < 0 else self._piece(token_id, special=True).decode(errors="replace")
+
+
+def begins_text(data: bytes) -> bool:
+    """Whether ``data`` is valid UTF-8, its last character perhaps incomplete."""
+    try:
+        _, num_whole = codecs.utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError:
+        return False
+    # Of surrogates Python finds out with the third byte only.
+    return not (data[num_whole : num_whole + 1] == b"\xed" and data[num_whole + 1 :] >= b"\xa0")

@@ -222,15 +222,19 @@ def _parameter_shapes(schema: Mapping[str, Any]) -> list[object]:
     required = schema.get("required")
     shapes: list[object] = []
     for key, value in properties.items() if isinstance(properties, dict) else ():
-        is_text = isinstance(value, dict) and value.get("type") == "string" and "enum" not in value
-        shape = [
-            f"<parameter={key}>\n",
-            {"line_text": True} if is_text else {"schema": value},
-            "\n</parameter>\n",
-        ]
+        shape = [f"<parameter={key}>\n", _value_shape(value, schema), "\n</parameter>\n"]
         is_required = isinstance(required, list) and key in required
         shapes += shape if is_required else [{"optional": shape}]
     return shapes
+
+
+def _value_shape(value: Any, root: Mapping[str, Any]) -> dict[str, object]:
+    """A text stands as it is between its tags, anything else as JSON."""
+    if not isinstance(value, dict) or value.get("type") != "string":
+        return {"schema": value, "root": root}
+    if "enum" in value:
+        return {"choices": value["enum"]}
+    return {"text_without": "<", "least": value.get("minLength"), "most": value.get("maxLength")}
 
 
 def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:

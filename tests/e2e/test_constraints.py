@@ -123,6 +123,25 @@ def test_every_choice_is_given_and_nothing_else(client: OpenAI, field: str) -> N
     assert len(found) > 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_is_made(client: OpenAI, stream: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "report", "parameters": SCHEMA}}]
+    asked = {"temperature": 1, "seed": 9, "max_tokens": 300, "tools": tools,
+             "tool_choice": "required", "parallel_tool_calls": False}  # fmt: skip
+    if stream:
+        chunks = [chunk.choices[0] for chunk in chat(client, **asked, stream=True)]
+        parts = [part for chunk in chunks for part in chunk.delta.tool_calls or ()]
+        name, reason = parts[0].function.name, chunks[-1].finish_reason
+        arguments = "".join(part.function.arguments for part in parts)
+    else:
+        choice = chat(client, **asked).choices[0]
+        (call,) = choice.message.tool_calls
+        name, reason, arguments = call.function.name, choice.finish_reason, call.function.arguments
+        assert choice.message.content is None
+    assert (name, reason) == ("report", "tool_calls")
+    jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
 def test_a_bad_grammar_is_a_400_while_others_go_on(client: OpenAI) -> None:
     nested = "root ::= " + "(" * 25_000 + '"a"' + ")" * 25_000
     asked = {"temperature": 1, "seed": 1, "max_tokens": 200}

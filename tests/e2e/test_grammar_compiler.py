@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from skippy_mesh.errors import RequestError, StageError
+from skippy_mesh.gateway.tool_parser import Syntax
+from skippy_mesh.gateway.tools import DEEPSEEK, HERMES, LLAMA, QWEN_CODER, Tool, ToolUse
 from stages.grammar import Grammar
 from stages.grammar_compiler import GrammarCompiler
 from stages.schema_grammar import schema_to_gbnf
@@ -193,7 +195,11 @@ def test_only_whole_characters_are_made_of_bytes(tokenizer: Tokenizer) -> None:
     grammar = Grammar(tokenizer, "root ::= [^x]*")
     assert grammar.take(byte_of[0xE0])
     allowed = set(grammar.allowed(np.arange(tokenizer.num_tokens, dtype=np.int32)).tolist())
-    assert allowed == {byte_of[byte] for byte in range(0xA0, 0xC0)}
+    assert allowed == {byte_of[byte] for byte in range(0xA0, 0xC0)}, "no end within a character"
+    assert grammar.take(byte_of[0xA4]) and grammar.take(byte_of[0x80])
+    for byte in (0x80, 0xC0, 0xF5, 0xFF):  # nothing could follow that makes a character of it
+        assert not grammar.take(byte_of[byte])
+    assert grammar.take(byte_of[0xED]) and not grammar.take(byte_of[0xA0])  # half of a pair
     grammar.close()
 
 
@@ -228,3 +234,46 @@ def test_patterns_and_recursion(compiler: GrammarCompiler, tokenizer: Tokenizer)
     gbnf = compiler.compile("json_schema", json.dumps(tree))
     assert accepts(tokenizer, gbnf, '{"left":{"left":{"left":null}}}')
     assert not accepts(tokenizer, gbnf, '{"left":{"left":{"left":1}}}')
+
+
+LOOK = {
+    "type": "object",
+    "properties": {
+        "at": {"type": "string", "enum": ["here", "there"]},
+        "note": {"type": "string", "maxLength": 5},
+        "times": {"$ref": "#/$defs/few"},
+    },
+    "required": ["at", "times"],
+    "additionalProperties": False,
+    "$defs": {"few": {"enum": [1, 2]}},
+}
+WAIT = {"properties": {"on": {"$ref": "#/$defs/few"}}, "$defs": {"few": {"type": "boolean"}},
+        "required": ["on"], "type": "object", "additionalProperties": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("syntax", [HERMES, LLAMA, QWEN_CODER, DEEPSEEK], ids="HLQD")
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_a_forced_call_is_read_back_as_a_call_of_its_schema(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, syntax: Syntax, is_parallel: bool
+) -> None:
+    schemas = {"look": LOOK, "wait": WAIT}
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema}})
+        for name, schema in schemas.items()
+    ]
+    use = ToolUse(
+        tools=tools, forced=tools, max_calls=None if is_parallel else 1, syntax=syntax,
+        has_template=True,
+    )  # fmt: skip
+    assert use.constraint is not None
+    gbnf = compiler.compile(use.constraint.kind, use.constraint.text)
+    counts = set()
+    for text in texts(tokenizer, gbnf, 12):
+        parser = use.parser()
+        shown, deltas = parser.feed(text, final=True)
+        assert (shown, parser.num_calls > 0) == ("", True)
+        for head in (delta for delta in deltas if delta.name is not None):
+            arguments = "".join(d.arguments for d in deltas if d.index == head.index)
+            jsonschema.validate(json.loads(arguments), schemas[str(head.name)])
+        counts.add(parser.num_calls)
+    assert counts == {1} if not is_parallel else 1 in counts
