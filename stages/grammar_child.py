@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 import tempfile
 import threading
@@ -29,6 +30,7 @@ from stages.tokenizer import Tokenizer
 # A stage has eight times this. What overflows it ends this process and not that one.
 _STACK_BYTES = 1 << 20
 _EXTRA_MEMORY_BYTES = 1 << 30
+_MAX_S = 30  # whoever asked gives up long before, unless it is dead
 _WALK_TOKENS, _WALK_S, _WALK_CHOICES = 64, 0.25, 512
 _MAX_REASON_CHARS = 160
 _CONVERTERS: dict[str, Callable[[Any], str]] = {
@@ -98,7 +100,10 @@ def main(model_path: str) -> None:
         _limit_memory()
         print("{}", file=answers, flush=True)
         for line in sys.stdin:
-            print(json.dumps(tester.answer(line)), file=answers, flush=True)
+            signal.alarm(_MAX_S)
+            answer = tester.answer(line)
+            signal.alarm(0)
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 def _limit_memory() -> None:

@@ -167,6 +167,26 @@ def test_completions_stream_what_they_answer_at_once(client):
     assert plain.choices[0].finish_reason == "length"
 
 
+def test_a_schema_and_logprobs_cross_the_stages(client):
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"type": "string", "maxLength": 20}},
+        "required": ["capital"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    asked = {"model": "demo", "messages": QUESTION, "max_tokens": 60, "response_format": form,
+             "temperature": 1, "seed": 4, "presence_penalty": 0.5}  # fmt: skip
+    plain = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    (choice,) = plain.choices
+    assert choice.finish_reason == "stop"
+    assert list(json.loads(choice.message.content)) == ["capital"]
+    assert len(choice.logprobs.content) == plain.usage.completion_tokens
+    assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+    again = client.chat.completions.create(**asked)
+    assert again.choices[0].message.content == choice.message.content
+
+
 def test_a_seed_repeats_and_another_differs(client):
     first = complete(client, "Once upon a time", seed=3, **SAMPLED)
     assert complete(client, "Once upon a time", seed=3, **SAMPLED) == first
