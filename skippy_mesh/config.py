@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from skippy_mesh.errors import UsageError
 from skippy_mesh.messages import MAX_LANES
@@ -43,8 +44,9 @@ def pool_size(num_cells: int, *, pad: int = 1) -> int:
 class ContextConfig:
     """The settings of one llama.cpp context. All stages of a mesh share them.
 
-    ``num_cells`` is one pool for all sequences, never divided by ``num_lanes``. ``max_rows`` is
-    both n_batch and n_ubatch: one step is one micro-batch, which exactness on CPU needs.
+    ``num_cells`` is one pool for all sequences, never divided by ``num_lanes``. ``num_residents``
+    more ids keep computed prefixes. ``max_rows`` is both n_batch and n_ubatch: one step is one
+    micro-batch, which exactness on CPU needs.
     ``kv_type`` q8_0 and flash attention (always on) make a row's attention independent of its
     company; f16, every peer's default, does not. ``exact`` False leaves llama.cpp alone: faster for
     some files, and a row's bits may then depend on the rows beside it.
@@ -52,6 +54,7 @@ class ContextConfig:
 
     num_cells: int = 4096
     num_lanes: int = 8
+    num_residents: int = 0
     max_rows: int = 512
     kv_type: str = "q8_0"
     num_threads: int = 1
@@ -60,10 +63,9 @@ class ContextConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.num_cells <= MAX_CELLS:
             raise UsageError(f"the context takes from 1 to {MAX_CELLS} cells, got {self.num_cells}")
-        if not 1 <= self.num_lanes <= MAX_LANES - NUM_SPARE_LANES:
-            raise UsageError(
-                f"lanes must be from 1 to {MAX_LANES - NUM_SPARE_LANES}, got {self.num_lanes}"
-            )
+        most = MAX_LANES - NUM_SPARE_LANES - self.num_residents
+        if not 1 <= self.num_lanes <= most:
+            raise UsageError(f"lanes must be from 1 to {most}, got {self.num_lanes}")
         if self.max_rows < 1:
             raise UsageError(f"a step needs at least 1 row, got {self.max_rows}")
         if not 1 <= self.num_threads <= MAX_THREADS:
@@ -83,12 +85,14 @@ class StepRules:
     neighbour would tear a chunk apart. Chunks are then multiples of ``chunk_multiple`` and the rest
     of a prompt goes row by row. Where ``replays_in_chunks`` is false, a generated token computed in
     a chunk would differ from the same token decoded, so it is recomputed as a single row, too.
+    ``prefix_rule`` says what may be shared: any common prefix, only a snapshot's, or none.
     """
 
     max_rows: int
     is_homogeneous: bool = False
     chunk_multiple: int = 1
     replays_in_chunks: bool = True
+    prefix_rule: Literal["any", "boundary", "none"] = "any"
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk_multiple <= self.max_rows:

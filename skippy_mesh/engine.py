@@ -208,6 +208,7 @@ class Engine:
 
     def _record(self, plan: Plan, result: StepResult, step_s: float) -> StepRecord:
         num_recompute_output = plan.num_recompute_output
+        prefixes = self.scheduler.take_prefix_counts()
         return StepRecord(
             epoch=result.epoch,
             step_id=plan.step_id,
@@ -220,9 +221,11 @@ class Engine:
             decode_tokens=plan.num_decode,
             recompute_prompt_tokens=plan.num_recompute - num_recompute_output,
             recompute_output_tokens=num_recompute_output,
-            prefix_hits=0,
-            prefix_misses=0,
-            prefix_hit_tokens=0,
+            prefix_hits=prefixes.num_hits,
+            prefix_misses=prefixes.misses,
+            prefix_hit_tokens=prefixes.num_hit_tokens,
+            prefix_queried_tokens=prefixes.num_queried_tokens,
+            prefix_evictions=prefixes.evictions,
             batches_in_flight=len(self._pending) + 1,
             step_s=step_s,
             scheduler_s=self._scheduler_s,

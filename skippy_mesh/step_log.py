@@ -86,7 +86,7 @@ def step_line(
         "recompute_tokens": record.recompute_prompt_tokens + record.recompute_output_tokens,
         "kv": [dict(cells(stage, state)) for stage in stages],
         "prefix_hits": record.prefix_hits,
-        "prefix_misses": record.prefix_misses,
+        "prefix_misses": sum(record.prefix_misses.values()),
         "prefix_hit_tokens": record.prefix_hit_tokens,
         "step_ms": _ms(record.step_s),
         "plan_ms": _ms(record.scheduler_s),

@@ -11,10 +11,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from skippy_mesh.config import EXACT_KV_TYPES, StageSpec, StepRules
 from skippy_mesh.errors import InvalidBatchError, StageError, StepOrderError
+from skippy_mesh.families import Family
 from skippy_mesh.messages import StageTime, StepBatch, StepResult
 from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.wire import Hidden, decode_activations, decode_step, encode_activations
@@ -305,11 +306,20 @@ def _capacity(stage: Loaded) -> Capacity:
     layers = stage.model.family.layer_kinds(stage.model.facts)[spec.first_layer : spec.end_layer]
     kinds = frozenset[str]().union(*layers)
     return Capacity(
-        lanes=context.num_lanes,
+        lanes=spec.context.num_lanes,
+        residents=spec.context.num_residents,
         attention=context.num_cells if "attention" in kinds else None,
         window=context.num_cells if "window" in kinds else None,
         recurrent=context.num_lanes if "recurrent" in kinds else None,
     )
+
+
+def _prefix_rule(family: Family) -> Literal["any", "boundary", "none"]:
+    """Windows are kept whole (context.py), so their prefixes are like any other's. Of an unproven
+    architecture nobody knows what a copy copies."""
+    if not family.is_proven:
+        return "none"
+    return "boundary" if family.prefix_rule == "boundary" else "any"
 
 
 def _rules(stage: Loaded) -> StepRules:
@@ -319,4 +329,5 @@ def _rules(stage: Loaded) -> StepRules:
         is_homogeneous=family.step_rule == "homogeneous",
         chunk_multiple=stage.profile.pad if family.is_recurrent else 1,
         replays_in_chunks=replays_in_chunks(family, stage.model.tensors),
+        prefix_rule=_prefix_rule(family),
     )
