@@ -93,6 +93,7 @@ def mesh_capacity(stages: Sequence[Capacity]) -> Capacity:
     """What every stage has of each component: the least of all."""
     return Capacity(
         lanes=min(stage.lanes for stage in stages),
+        residents=min(stage.residents for stage in stages),
         attention=_least([stage.attention for stage in stages]),
         window=_least([stage.window for stage in stages]),
         recurrent=_least([stage.recurrent for stage in stages]),

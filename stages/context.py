@@ -125,6 +125,7 @@ class StageContext:
             num_cells=self.num_cells,
             pool_size=pool,
             is_recurrent=is_recurrent,
+            window=llama_cpp.llama_model_n_swa(self._model),
         )
         self.native_s = 0.0  # spent inside llama_decode, in all
         self.num_decodes = 0

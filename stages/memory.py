@@ -36,10 +36,18 @@ class LaneMemory:
     ``num_cells`` of the ``pool_size``: the rest is for padding and for the dead.
 
     ``is_recurrent`` memory keeps one state per lane: it can be copied only whole and cut nowhere.
+    ``window`` is how far back a windowed layer looks, 0 if there is none.
     """
 
     def __init__(
-        self, context: int, *, num_lanes: int, num_cells: int, pool_size: int, is_recurrent: bool
+        self,
+        context: int,
+        *,
+        num_lanes: int,
+        num_cells: int,
+        pool_size: int,
+        is_recurrent: bool,
+        window: int = 0,
     ):
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
@@ -47,6 +55,7 @@ class LaneMemory:
         self._num_cells = num_cells
         self._pool_size = pool_size
         self._is_recurrent = is_recurrent
+        self._max_piece = window - 1 if window else pool_size
         self.next_positions = [0] * num_lanes
         self._holdings = Holdings()
         self.num_compactions = 0
@@ -178,11 +187,12 @@ class LaneMemory:
         """Write every living cell back, lowest cells first, each lane's in order.
 
         A piece goes through the grave, which is empty meanwhile, because llama.cpp saves and
-        restores whole lanes. A recurrent lane's state comes along with each of its pieces and is
-        right with the last one, which is why a piece is saved from a lane that ends there, if any
-        does.
+        restores whole lanes. It leaves out what a lane's window has passed, so no piece is longer
+        than that. A recurrent lane's state comes along with each of its pieces and is right with
+        the last one, which is why a piece is saved from a lane that ends there, if any does.
         """
-        pieces, holdings, ends = self._holdings.pieces(), self._holdings, self.next_positions
+        holdings, ends = self._holdings, self.next_positions
+        pieces = [part for piece in holdings.pieces() for part in piece.parts(self._max_piece)]
         self._drop(self._grave)
         saved = []
         for piece in pieces:

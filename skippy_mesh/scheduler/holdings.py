@@ -32,6 +32,11 @@ class Piece:
     start: int
     end: int
 
+    def parts(self, max_size: int) -> list[Piece]:
+        """The same cells in order, in pieces of ``max_size`` at most."""
+        starts = range(self.start, self.end, max_size)
+        return [Piece(self.lanes, at, min(at + max_size, self.end)) for at in starts]
+
 
 class Holdings:
     """What each of a pool's lanes holds.

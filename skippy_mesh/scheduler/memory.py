@@ -157,19 +157,25 @@ class Ledger:
         return min(pool.num_free for pool in self._pools.values())
 
     @property
-    def is_short(self) -> bool:
-        """Whether something promised can only be had from the cache."""
+    def lacks_states(self) -> bool:
+        """Whether running lanes and residents have more state rows than there are."""
         rows = self.capacity.recurrent
-        return any(pool.num_promised > pool.num_free for pool in self._pools.values()) or (
-            rows is not None and self._num_running + self.num_residents > rows
-        )
+        return rows is not None and self._num_running + self.num_residents > rows
 
     @property
-    def is_cache_too_large(self) -> bool:
-        """More ids than there are for it, or more than half of a pool."""
-        return self.num_residents > self.capacity.residents or any(
-            pool.holdings.num_idle > pool.size // 2 for pool in self._pools.values()
-        )
+    def has_too_many_residents(self) -> bool:
+        return self.num_residents > self.capacity.residents
+
+    def shortage(self, num_rows: int) -> int:
+        """Cells missing for ``num_rows`` or for what was promised; the cache must give them up."""
+        pools = self._pools.values()
+        return max(0, *(max(pool.num_promised, num_rows) - pool.num_free for pool in pools))
+
+    @property
+    def num_excess(self) -> int:
+        """Cells by which the cache has more than half a pool."""
+        pools = self._pools.values()
+        return max(0, *(pool.holdings.num_idle - pool.size // 2 for pool in pools))
 
     def lacks(self, num_cells: int, *, donor: int | None = None, num_shared: int = 0) -> str | None:
         """The component without room for one more lane with ``num_cells``, the first ``num_shared``
@@ -197,6 +203,11 @@ class Ledger:
     def share(self, donor: int, lane: int, num_cells: int) -> None:
         for pool in self._pools.values():
             pool.share(donor, lane, num_cells)
+
+    def cut(self, lane: int, end: int) -> None:
+        """Give back what the resident on ``lane`` holds from position ``end`` on."""
+        for pool in self._pools.values():
+            pool.holdings.cut(lane, end)
 
     def keep(self, lane: int) -> None:
         """A running lane becomes a cached prefix."""

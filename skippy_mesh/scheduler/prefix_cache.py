@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from skippy_mesh.config import StepRules
-from skippy_mesh.messages import Copy
+from skippy_mesh.messages import Copy, Remove
 from skippy_mesh.scheduler.memory import Ledger
 from skippy_mesh.scheduler.plan import Plan
 from skippy_mesh.scheduler.prefix_tree import PrefixTree, Tokens
@@ -31,6 +31,8 @@ MIN_SHARED = 16
 """Fewer tokens in common, a template's opening, are computed sooner than they are looked up."""
 MIN_AWAITED = 64
 """So many more tokens that a running sequence is about to have are worth waiting for."""
+_MIN_CUT = 64
+"""Cells to take from a resident at once, or a decode would take one at each step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -169,12 +171,14 @@ class PrefixCache:
             self._unlist(donor)
         for planned in self._planned.pop(lane, ()):
             self._drop(planned, plan)
-        if donor is None or not keeps or not self._settle(sequence, plan):
+        if not (keeps and self._settle(sequence, plan)):
             self._ledger.release(lane)
             plan.remove(lane)
 
     def _settle(self, sequence: Sequence, plan: Plan) -> bool:
         """Make a resident of what ``sequence`` has computed, unless another has it all."""
+        if self._rule != "any" or not self._takes_part(sequence):
+            return False
         tokens = sequence.tokens(0, sequence.num_computed)
         if len(tokens) < MIN_SHARED or not self._ledger.capacity.residents:
             return False
@@ -189,8 +193,8 @@ class PrefixCache:
                     self._drop(donor, plan)  # its cells live on in this one
         self._ledger.keep(sequence.lane)
         self._add_resident(Donor(sequence.lane, namespace, tokens, len(tokens), is_resident=True))
-        while self._ledger.is_cache_too_large and self._evict(plan, "cap"):
-            pass
+        while (num_cells := self._ledger.num_excess) or self._ledger.has_too_many_residents:
+            self._evict(plan, "cap", num_cells)
         return True
 
     # -- snapshots of recurrent memory -------------------------------------------------------------
@@ -217,7 +221,7 @@ class PrefixCache:
             at = end
         # An id comes back a step after it was given up: have one ready for the next.
         while self._ledger.num_residents >= self._ledger.capacity.residents:
-            if not self._evict(plan, "cap"):
+            if not self._evict(plan, "cap", 0):
                 break
 
     def _has_snapshot(self, sequence: Sequence, tokens: Tokens) -> bool:
@@ -242,22 +246,34 @@ class PrefixCache:
     def make_room(self, plan: Plan, num_rows: int) -> None:
         """Evict until there are cells for ``num_rows`` and all that was promised, or nothing is
         left to evict."""
-        while self._ledger.is_short or self._ledger.num_free_cells < num_rows:
-            if not self._evict(plan, "deficit"):
+        while (num_cells := self._ledger.shortage(num_rows)) or self._ledger.lacks_states:
+            if not self._evict(plan, "deficit", num_cells):
                 return
 
-    def _evict(self, plan: Plan, reason: str) -> bool:
-        """Drop the resident that was used least recently, one whose cells are free then before
-        one whose cells others hold."""
+    def _evict(self, plan: Plan, reason: str, num_cells: int) -> bool:
+        """Take ``num_cells`` from the end of the resident that was used least recently, or drop it;
+        one whose cells are free then before one whose cells others hold. False if there is none."""
         victims = [donor for donor in self._residents.values() if not donor.is_planned]
         if not victims:
             return False
         victim = min(
             victims, key=lambda donor: (not self._ledger.exclusive(donor.lane), donor.last_used)
         )
-        self._drop(victim, plan)
+        num_cut = max(num_cells, _MIN_CUT)
+        num_own = self._ledger.exclusive(victim.lane)
+        if num_cells and self._rule == "any" and num_cut + MIN_SHARED <= num_own:
+            self._cut(victim, len(victim.tokens) - num_cut, plan)
+        else:
+            self._drop(victim, plan)
         self._counts.evictions[reason] += 1
         return True
+
+    def _cut(self, resident: Donor, end: int, plan: Plan) -> None:
+        self._unlist(resident)
+        self._ledger.cut(resident.lane, end)
+        plan.operations.append(Remove(resident.lane, end))
+        resident.tokens, resident.num_ready = resident.tokens[:end], end
+        self._list(resident)
 
     def _drop(self, resident: Donor, plan: Plan) -> None:
         self._unlist(resident)

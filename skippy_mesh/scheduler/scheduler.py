@@ -20,6 +20,7 @@ from skippy_mesh.errors import RequestError
 from skippy_mesh.messages import (
     Copy,
     FinishReason,
+    Remove,
     Request,
     Snapshot,
     StepBatch,
@@ -82,7 +83,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something waits, runs, is in flight, or must still be freed on the stages."""
-        return bool(self._open or self._next.removed or self.in_flight or self._ended)
+        return bool(self._open or self._next.operations or self.in_flight or self._ended)
 
     def add(self, request: Request) -> None:
         """Queue ``request``; :class:`RequestError` if it can never fit or its id is open."""
@@ -129,7 +130,7 @@ class Scheduler:
             self.running, decodes, num_free_cells=self._ledger.num_free_cells
         ):
             self._add_rows(plan, sequence, num_rows)
-        if not plan.parts and (self.in_flight or not plan.removed):
+        if not plan.parts and (self.in_flight or not plan.operations):
             assert self.in_flight or not self._open, "work is waiting and nothing can run"
             return None
         self._launch(plan)
@@ -214,7 +215,7 @@ class Scheduler:
         held = self._prefixes.resident_ends()
         held |= {s.lane: s.num_computed for s in self.running if s.num_computed}
         held = {lane: end for lane, end in held.items() if lane not in unsent}
-        leaving = set(self._next.removed)
+        leaving = {op.lane for op in self._next.operations if isinstance(op, Remove)}
         return [
             held | {lane: end for lane, end in ends.items() if lane in leaving} for ends in stages
         ]
