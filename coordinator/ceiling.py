@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skippy_mesh.config import NUM_SPARE_LANES
 from skippy_mesh.errors import UsageError
-from skippy_mesh.messages import MAX_LANES
 from skippy_mesh.scheduler.memory import CELL_COMPONENTS, Capacity
 
 FLOOR_CONTEXT = 256
 """Cells a session can count on when all sessions run."""
-
-MAX_RECURRENT_LANES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +40,6 @@ class Ceiling:
     def __str__(self) -> str:
         binding = self.binding
         return f"{binding.value}, bound by stage {binding.stage} {binding.component}"
-
-
-def planned_lanes(num_cells: int, *, is_recurrent: bool, parallel: int | None = None) -> int:
-    """Lanes to ask a context for, before it says what it has. One more costs little, except where
-    each brings a row of recurrent state."""
-    most = MAX_RECURRENT_LANES if is_recurrent else MAX_LANES - NUM_SPARE_LANES
-    derived = max(min(num_cells // FLOOR_CONTEXT, most), 1)
-    return derived if parallel is None else max(min(derived, parallel), 1)
 
 
 def ceiling(
@@ -87,6 +75,24 @@ def bound(terms: tuple[Term, ...], *, parallel: int | None = None) -> Ceiling:
             f"allows by its {binding.component} ({binding.term})"
         )
     return Ceiling(Term(parallel, "all", "lanes", "operator"), terms)
+
+
+def after_load(planned: Ceiling, stages: Sequence[tuple[Capacity, Capacity]]) -> Ceiling:
+    """``planned``, lowered by every stage that has less of something than was asked of it.
+
+    ``stages`` are (asked, has). A plan's terms tell what would be possible, and the context that
+    was asked for is the least of them: only what came out smaller says more than they do.
+    """
+    terms = {(term.stage, term.component): term for term in planned.terms}
+    for index, (asked, has) in enumerate(stages):
+        sizes = has.by_component()
+        for component, size in asked.by_component().items():
+            if sizes[component] < size:
+                measured = _term(index, component, sizes[component], FLOOR_CONTEXT)
+                terms[measured.stage, component] = measured
+    measured_terms = tuple(terms.values())
+    limit = bound(measured_terms)
+    return limit if limit.value < planned.value else Ceiling(planned.binding, measured_terms)
 
 
 def mesh_capacity(stages: Sequence[Capacity]) -> Capacity:

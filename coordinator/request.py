@@ -23,9 +23,10 @@ class PlanRequest:
 
     ``context`` is what one request may fill, at most what the model was trained for. ``num_cells``
     is the pool all requests share, which may be larger; without it the pool is one context.
-    ``lanes`` lower the ceiling. ``reserved_ids`` (residents, padding) and ``ids_per_lane`` come out
-    of the 256 there are, and recurrent memory is paid for each id. Each lane can count on
-    ``floor_context`` cells. ``target_us`` is for what the network adds to a token.
+    ``num_stages`` share the machine where there is only one. ``lanes`` lower the ceiling.
+    ``reserved_ids`` (residents, padding) and ``ids_per_lane`` come out of the 256 there are, and
+    recurrent memory is paid for each id. Each lane can count on ``floor_context`` cells.
+    ``target_us`` is for what the network adds to a token.
     """
 
     context: int | None = None
@@ -98,10 +99,15 @@ class PlanRequest:
         if self.num_cells is not None and not 1 <= self.num_cells <= MAX_CELLS:
             raise UsageError(f"--ctx-size takes from 1 to {MAX_CELLS} cells, got {self.num_cells}")
         num_stages = self.num_stages
-        if num_stages is not None and not 1 <= num_stages <= min(num_nodes, num_layers):
+        if num_stages is not None and not 1 <= num_stages <= num_layers:
             raise UsageError(
-                f"{num_stages} stages need as many nodes and layers: there are {num_nodes} nodes "
-                f"and {num_layers} layers (--cuts may put several stages on one node)"
+                f"cannot cut {num_layers} layers into {num_stages} stages: "
+                f"choose from 1 to {num_layers}"
+            )
+        if num_stages is not None and 1 < num_nodes < num_stages:
+            raise UsageError(
+                f"{num_stages} stages need as many nodes, and there are {num_nodes} "
+                f"(--cuts may put several stages on one)"
             )
         if self.cuts is not None:
             self._check_cuts(costs, self.cuts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.ceiling import ceiling, mesh_capacity, planned_lanes
+from coordinator.ceiling import ceiling, mesh_capacity
 from skippy_mesh.errors import UsageError
 from skippy_mesh.scheduler.memory import Capacity
 
@@ -48,18 +48,3 @@ def test_no_room_for_a_single_session_is_an_error_that_says_where():
 def test_a_mesh_has_what_its_poorest_stage_has():
     stages = [Capacity(lanes=9, attention=512), Capacity(lanes=7, recurrent=8, window=256)]
     assert mesh_capacity(stages) == Capacity(lanes=7, attention=512, window=256, recurrent=8)
-
-
-@pytest.mark.parametrize(
-    ("num_cells", "is_recurrent", "parallel", "expected"),
-    [
-        (4096, False, None, 16),
-        (100, False, None, 1),
-        (10**6, False, None, 252),
-        (10**6, True, None, 32),
-        (4096, False, 4, 4),
-        (4096, False, 99, 16),
-    ],
-)
-def test_lanes_follow_from_the_pool(num_cells, is_recurrent, parallel, expected):
-    assert planned_lanes(num_cells, is_recurrent=is_recurrent, parallel=parallel) == expected
