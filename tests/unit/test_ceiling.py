@@ -110,7 +110,7 @@ def test_whatever_a_stage_lacks_no_stage_ever_refuses_a_step(stage, component):
     )
     engine = Engine(plan.scheduler(), pipeline, reports.append, clock=pipeline.clock)
     # More cells than the ceiling counts on: some are preempted, too.
-    asked = [request(f"r{number}", 200, 80) for number in range(9)]
+    asked = [request(f"r{number}", 200, 150) for number in range(8)]
     for one in asked:
         engine.submit(one)
     engine._take_commands(wait=False)
@@ -125,4 +125,4 @@ def test_whatever_a_stage_lacks_no_stage_ever_refuses_a_step(stage, component):
         for event in report.events:
             assert event.error is None
             tokens[event.request_id] += [] if event.token_id is None else [event.token_id]
-    assert tokens == {one.request_id: answer_alone(one, 80) for one in asked}
+    assert tokens == {one.request_id: answer_alone(one, 150) for one in asked}
