@@ -285,10 +285,10 @@ def _reserve(specs: Sequence[StageSpec]) -> PlacementGroup:
     if not group.wait(_PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
         free = ray.available_resources().get("CPU", 0)
+        threads = ", ".join(str(spec.context.num_threads) for spec in specs)
         raise RuntimeUnavailableError(
-            f"the Ray cluster cannot place {len(specs)} stages of "
-            f"{specs[0].context.num_threads} CPUs after {_PLACEMENT_TIMEOUT_S:.0f} s: "
-            f"{free:g} CPUs are free; add nodes, or lower --stages or --threads"
+            f"the Ray cluster cannot place {len(specs)} stages of {threads} CPUs after "
+            f"{_PLACEMENT_TIMEOUT_S:.0f} s: {free:g} CPUs are free; add nodes, or lower --stages or --threads"
         )
     return group
 
