@@ -288,7 +288,8 @@ def _reserve(specs: Sequence[StageSpec]) -> PlacementGroup:
         threads = ", ".join(str(spec.context.num_threads) for spec in specs)
         raise RuntimeUnavailableError(
             f"the Ray cluster cannot place {len(specs)} stages of {threads} CPUs after "
-            f"{_PLACEMENT_TIMEOUT_S:.0f} s: {free:g} CPUs are free; add nodes, or lower --stages or --threads"
+            f"{_PLACEMENT_TIMEOUT_S:.0f} s: {free:g} CPUs are free; add nodes, or lower --stages "
+            f"or --threads"
         )
     return group
 

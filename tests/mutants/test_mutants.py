@@ -20,6 +20,7 @@ COPIED = ("skippy_mesh", "stages", "coordinator", "bench", "tests", "pyproject.t
 SCHEDULER = "tests/unit/test_scheduler.py::"
 LEDGER = "tests/unit/test_ledger.py::"
 CONTEXT = "tests/e2e/test_context.py::"
+CEILING = "tests/unit/test_ceiling.py::"
 PLANNER = "tests/unit/test_planner.py::"
 
 
@@ -103,9 +104,9 @@ FAULTS = {
         SCHEDULER + "test_an_id_comes_back_only_when_all_stages_have_confirmed",
     ),
     "pack cells to the last byte": Fault(
-        "coordinator/costs.py",
-        "return -(-self.pool * bytes_per_cell * 100 // _KV_PERCENT)",
-        "return self.pool * bytes_per_cell",
+        "skippy_mesh/config.py",
+        "return -(-kv_bytes * 100 // _KV_PERCENT)",
+        "return kv_bytes",
         PLANNER + "test_cells_are_priced_as_if_they_filled_85_percent",
     ),
     "charge states per lane instead of per id": Fault(
@@ -113,6 +114,24 @@ FAULTS = {
         "return lanes * self.ids_per_lane + self.reserved_ids",
         "return lanes",
         PLANNER + "test_lanes_give_way_before_the_context_does",
+    ),
+    "give each stage of a machine all of its memory": Fault(
+        "coordinator/planner.py",
+        "return runs if need <= self.nodes[0].usable_bytes else None",
+        "return runs",
+        PLANNER + "test_one_machine_holds_as_many_stages_as_are_asked_for_out_of_one_memory",
+    ),
+    "count on what was planned": Fault(
+        "coordinator/ceiling.py",
+        "if sizes[component] < size:",
+        "if False:",
+        CEILING + "test_a_stage_that_measures_less_lowers_the_ceiling_and_is_named",
+    ),
+    "ask the first stage only": Fault(
+        "coordinator/ceiling.py",
+        "_least([stage.attention for stage in stages])",
+        "stages[0].attention",
+        CEILING + "test_whatever_a_stage_lacks_no_stage_ever_refuses_a_step",
     ),
     "cut anywhere": Fault(
         "coordinator/layout.py",
