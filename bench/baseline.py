@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from coordinator.ceiling import Ceiling, Term
-from coordinator.launch import Mesh, on_own_thread, stage_actors
+from coordinator.launch import Mesh, is_local, on_own_thread, stage_actors
 from skippy_mesh.client import ReportQueue
 from skippy_mesh.config import StageSpec
 from skippy_mesh.errors import SkippyError
@@ -217,7 +217,7 @@ def chunk_lengths(length: int, *, multiple: int, max_rows: int) -> tuple[int, ..
 def baseline_mesh(specs: Sequence[StageSpec], *, mesh_name: str = "skippy") -> Iterator[Mesh]:
     """The stages of ``specs`` under this engine, on a thread that owns what is in this process."""
     with ExitStack() as stack:
-        if len(specs) > 1:
+        if not is_local(specs):
             actors, infos = stack.enter_context(stage_actors(specs, mesh_name=mesh_name))
             remote = RayPipeline(actors, infos)
             alive = functools.partial(check_alive, actors)

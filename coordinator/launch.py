@@ -22,12 +22,14 @@ from ray._private.gcs_utils import create_gcs_channel
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from coordinator.ceiling import Ceiling, ceiling, mesh_capacity
+from coordinator.ceiling import Ceiling, after_load, ceiling
 from coordinator.nodes import Node, nodes_of_cluster
 from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
 from skippy_mesh.engine import EnginePlan
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError
+from skippy_mesh.scheduler.memory import Capacity
+from skippy_mesh.sizes import format_size
 from stages.head import StageHead
 from stages.pipeline import RemoteHead, check_alive, first_line
 from stages.worker import StageInfo, StageWorker
@@ -120,6 +122,9 @@ class Mesh:
     check_alive: Callable[[], str | None]
 
 
+_PlanOf = Callable[[Sequence[StageInfo]], tuple[EnginePlan, Ceiling]]
+
+
 @contextmanager
 def mesh(
     specs: Sequence[StageSpec],
@@ -127,22 +132,33 @@ def mesh(
     *,
     mesh_name: str = "skippy",
     parallel: int | None = None,
+    planned: Ceiling | None = None,
 ) -> Iterator[Mesh]:
-    """Stages and engine, running: in a thread where there is one stage, else as Ray actors."""
+    """Stages and engine, running: in a thread where there is one stage, else as Ray actors.
+
+    ``planned`` is the ceiling these stages were planned for, which holds unless they came out
+    smaller; without it ``parallel`` may lower what they have.
+    """
+    plan_of = functools.partial(engine_plan, settings=settings, parallel=parallel, planned=planned)
     with ExitStack() as stack:
-        if len(specs) == 1:
-            yield stack.enter_context(_local_mesh(specs[0], settings, parallel))
+        if is_local(specs):
+            yield stack.enter_context(_local_mesh(specs[0], plan_of))
         else:
-            yield stack.enter_context(_ray_mesh(specs, settings, parallel, mesh_name))
+            yield stack.enter_context(_ray_mesh(specs, plan_of, mesh_name))
+
+
+def is_local(specs: Sequence[StageSpec]) -> bool:
+    """One stage, planned for this machine: it needs no Ray."""
+    return len(specs) == 1 and not specs[0].node_id
 
 
 @contextmanager
-def _local_mesh(spec: StageSpec, settings: EngineSettings, parallel: int | None) -> Iterator[Mesh]:
+def _local_mesh(spec: StageSpec, plan_of: _PlanOf) -> Iterator[Mesh]:
     head = StageHead(spec)
 
     def load() -> tuple[Mesh, Callable[[], None]]:
         info = head.load()
-        plan, limit = engine_plan([info], settings, parallel)
+        plan, limit = plan_of([info])
         head.prepare(plan)
         return Mesh(head, [info], limit, plan.max_model_len, head.problem), head.serve
 
@@ -176,11 +192,9 @@ def on_own_thread(load: Callable[[], tuple[Mesh, Callable[[], None]]]) -> Iterat
 
 
 @contextmanager
-def _ray_mesh(
-    specs: Sequence[StageSpec], settings: EngineSettings, parallel: int | None, mesh_name: str
-) -> Iterator[Mesh]:
+def _ray_mesh(specs: Sequence[StageSpec], plan_of: _PlanOf, mesh_name: str) -> Iterator[Mesh]:
     with stage_actors(specs, mesh_name=mesh_name, first=StageHead) as (actors, infos):
-        plan, limit = engine_plan(infos, settings, parallel)
+        plan, limit = plan_of(infos)
         head = actors[0]
         ray.get(head.prepare.remote(plan, actors[1:]))
         channel = RemoteHead(head)
@@ -195,12 +209,22 @@ def _ray_mesh(
 
 
 def engine_plan(
-    infos: Sequence[StageInfo], settings: EngineSettings, parallel: int | None = None
+    infos: Sequence[StageInfo],
+    settings: EngineSettings,
+    parallel: int | None = None,
+    planned: Ceiling | None = None,
 ) -> tuple[EnginePlan, Ceiling]:
     """What the engine over these stages may do: the least of what each can."""
-    limit = ceiling([info.capacity for info in infos], parallel=parallel)
-    capacity = mesh_capacity([info.capacity for info in infos])
+    if planned is None:
+        limit = ceiling([info.capacity for info in infos], parallel=parallel)
+    else:
+        limit = after_load(planned, [(info.planned, info.capacity) for info in infos])
+    for info in infos:
+        _warn_of_difference(info)
+    capacity = Capacity.least([info.capacity for info in infos])
     rules = replace(infos[0].rules, max_rows=min(info.rules.max_rows for info in infos))
+    if not settings.prefix_cache:
+        rules = replace(rules, prefix_rule="none")
     plan = EnginePlan(
         capacity=capacity,
         rules=rules,
@@ -212,12 +236,28 @@ def engine_plan(
     return plan, limit
 
 
+def _warn_of_difference(info: StageInfo) -> None:
+    """Between what was planned and what was measured: where there is less, fewer are served; where
+    more was taken, the next step may lack it."""
+    asked, has = info.planned.by_component(), info.capacity.by_component()
+    less = [f"{has[name]} {name} of {asked[name]}" for name in asked if has[name] < asked[name]]
+    if less:
+        logger.warning("stage %d found too little memory free: %s", info.index, ", ".join(less))
+    if info.planned_context_bytes is not None and info.context_bytes > info.planned_context_bytes:
+        logger.warning(
+            "the context of stage %d takes %s, and %s were planned: lower --memory-fraction",
+            info.index,
+            format_size(info.context_bytes),
+            format_size(info.planned_context_bytes),
+        )
+
+
 @contextmanager
 def stage_actors(
     specs: Sequence[StageSpec], *, mesh_name: str, first: type[Any] = StageWorker
 ) -> Iterator[tuple[list[Any], list[StageInfo]]]:
-    """One loaded actor per spec, spread over the nodes there are; all ended on exit. The first is
-    of class ``first``."""
+    """One loaded actor per spec, on the node it was planned for or else spread over those there
+    are; all ended on exit. The first is of class ``first``."""
     group = _reserve(specs)
     actors: list[Any] = []
     try:
@@ -243,14 +283,16 @@ def stage_actors(
 
 def _reserve(specs: Sequence[StageSpec]) -> PlacementGroup:
     bundles = [{"CPU": float(spec.context.num_threads)} for spec in specs]
-    group = placement_group(bundles, strategy="SPREAD")
+    nodes = [{"ray.io/node-id": spec.node_id} if spec.node_id else {} for spec in specs]
+    group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=nodes)
     if not group.wait(_PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
         free = ray.available_resources().get("CPU", 0)
+        threads = ", ".join(str(spec.context.num_threads) for spec in specs)
         raise RuntimeUnavailableError(
-            f"the Ray cluster cannot place {len(specs)} stages of "
-            f"{specs[0].context.num_threads} CPUs after {_PLACEMENT_TIMEOUT_S:.0f} s: "
-            f"{free:g} CPUs are free; add nodes, or lower --stages or --threads"
+            f"the Ray cluster cannot place {len(specs)} stages of {threads} CPUs after "
+            f"{_PLACEMENT_TIMEOUT_S:.0f} s: {free:g} CPUs are free; add nodes, or lower --stages "
+            f"or --threads"
         )
     return group
 

@@ -21,11 +21,10 @@ from typing import NoReturn
 
 from skippy_mesh import __version__
 from skippy_mesh.commands_plan import add_plan_flags, show_plan
-from skippy_mesh.config import KV_TYPES
 from skippy_mesh.errors import SkippyError, StageError, UsageError
+from skippy_mesh.planning import add_cache_flag, add_layout_flags, planned
 from skippy_mesh.starting import (
     client_of,
-    cuts_of,
     open_mesh,
     open_model,
     profile_text,
@@ -34,8 +33,6 @@ from skippy_mesh.starting import (
     telemetry_of,
     why_inexact,
 )
-
-DEFAULT_CELLS = 4096
 
 
 class _Parser(argparse.ArgumentParser):
@@ -88,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--pin-running", type=int, metavar="N",
         help="requests that run at once, instead of what pacing finds",
     )  # fmt: skip
+    add_cache_flag(serve)
     serve.add_argument("--step-log", metavar="FILE", help="write a JSON line for every step")
     serve.set_defaults(run=run_serve)
 
@@ -101,7 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off (0)")
     generate.add_argument("-s", "--seed", type=int, metavar="S", help="default: random")
     generate.add_argument("--json", action="store_true", help="last line: text and token ids")
-    generate.set_defaults(run=run_generate)
+    generate.set_defaults(
+        run=run_generate, prefix_cache=False
+    )  # one prompt has nobody to share with
 
     plan = commands.add_parser("plan", help="say which node would run which layers")
     add_plan_flags(plan)
@@ -125,27 +125,14 @@ def _text(argument: str) -> str:
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="a GGUF file (any part of a split one), or demo"
-    )
-    parser.add_argument("--stages", type=int, metavar="K", help="cut into K equal stages (1)")
-    parser.add_argument("--cuts", metavar="L[,L..]", help="cut before these layers, e.g. 5,11")
-    parser.add_argument(
-        "-c", "--ctx-size", type=int, default=DEFAULT_CELLS, metavar="N",
-        help="cells of the KV pool (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--kv", choices=KV_TYPES, default="q8_0", help="KV cache type (%(default)s)"
-    )
+    add_layout_flags(parser)
     parser.add_argument(
         "--exact", choices=("auto", "off"), default="auto",
         help="auto: kernels by which company cannot change a request's bytes; off: the fastest",
     )  # fmt: skip
     parser.add_argument(
-        "--allow-unproven", action="store_true",
-        help="take a model of unknown architecture for a dense one",
-    )  # fmt: skip
-    parser.add_argument("-t", "--threads", type=int, metavar="N", help="per stage (all cores)")
+        "-t", "--threads", type=int, metavar="N", help="per stage (its share of the cores)"
+    )
     parser.add_argument(
         "--address", metavar="RAY", help="Ray cluster to join (RAY_ADDRESS, else one of its own)"
     )
@@ -171,7 +158,12 @@ def run_generate(args: argparse.Namespace) -> int:
         sampling=sampling,
         stop_token_ids=tokenizer.eog_ids,
     )
-    with open_mesh(args, model) as mesh, closing(client_of(mesh, max_open=1)) as client:
+    need_tokens = len(prompt) + args.max_tokens
+    with (
+        planned(args, model, lanes=1, need_tokens=need_tokens) as plan,
+        open_mesh(args, model, plan) as mesh,
+        closing(client_of(mesh, max_open=1)) as client,
+    ):
         # A token may end inside a character: hold the bytes until it is whole.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces: list[str] = []
@@ -196,7 +188,7 @@ def run_generate(args: argparse.Namespace) -> int:
                     "finish_reason": reason,
                     "prompt_tokens": len(prompt),
                     "seed": seed,
-                    "cuts": list(cuts_of(args, model)),
+                    "cuts": list(plan.cuts),
                     "exact": why_inexact(mesh.infos) is None,
                     "why_inexact": why_inexact(mesh.infos),
                     "profile": profile_text(mesh.infos),
@@ -211,16 +203,17 @@ def run_serve(args: argparse.Namespace) -> int:
     from stages.tokenizer import Tokenizer
 
     model = open_model(args.model, allow_unproven=args.allow_unproven)
-    cuts_of(args, model)
     settings_of(args)
     engine = "baseline" if args.engine == "baseline" else "mesh"
+    lanes = 1 if engine == "baseline" else args.parallel
     with ExitStack() as stack:
+        plan = stack.enter_context(planned(args, model, lanes=lanes))
         sock = stack.enter_context(listen(args.host, args.port))
         model_name = "demo" if args.model == "demo" else model.paths[0].stem
-        telemetry = stack.enter_context(closing(telemetry_of(args, model, model_name, engine)))
+        telemetry = stack.enter_context(closing(telemetry_of(args, plan, model_name, engine)))
         tokenizer = Tokenizer(str(model.paths[0]))
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
-        mesh = stack.enter_context(open_mesh(args, model, engine=engine))
+        mesh = stack.enter_context(open_mesh(args, model, plan, engine=engine))
         telemetry.describe(
             [info.capacity for info in mesh.infos],
             terms=mesh.ceiling.terms,

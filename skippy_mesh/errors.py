@@ -4,7 +4,7 @@
 
     SkippyError                   exit 1, one line on stderr
     ├── UsageError                exit 2: the command line asks for something impossible
-    │   └── PlanError             the nodes cannot hold the model; what each lacks
+    ├── PlanError                 the nodes cannot hold the model; what each lacks
     ├── ModelFileError            the file is missing, truncated, not a GGUF, or cannot be sliced
     │   ├── UnsupportedModelError no proven way to cut this architecture
     │   └── NoSpaceError          the disk cannot hold the slice
@@ -35,7 +35,7 @@ class UsageError(SkippyError):
     exit_code = 2
 
 
-class PlanError(UsageError):
+class PlanError(SkippyError):
     """No plan. ``shortfalls`` are the bytes that each node by itself would have to gain for one."""
 
     def __init__(self, message: str, shortfalls: Mapping[str, int]):

@@ -197,13 +197,9 @@ class Telemetry:
 
 
 def _idle(stages: Sequence[Capacity]) -> Snapshot:
-    least: dict[str, int] = {}
-    for stage in stages:
-        for component, size in stage.by_component().items():
-            least[component] = min(size, least.get(component, size))
     return Snapshot(
         running=0,
         waiting=dict.fromkeys(WAIT_REASONS, 0),
         waiting_tokens=0,
-        components=Ledger(Capacity(**least)).snapshot(),
+        components=Ledger(Capacity.least(stages)).snapshot(),
     )

@@ -10,14 +10,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from skippy_mesh.config import EXACT_KV_TYPES, StageSpec, StepRules
-from skippy_mesh.errors import InvalidBatchError, StageError, StepOrderError
+from skippy_mesh.config import EXACT_KV_TYPES, ContextConfig, StageSpec, StepRules
+from skippy_mesh.errors import (
+    InvalidBatchError,
+    RuntimeUnavailableError,
+    StageError,
+    StepOrderError,
+)
 from skippy_mesh.families import Family
 from skippy_mesh.messages import StageTime, StepBatch, StepResult
 from skippy_mesh.scheduler.memory import Capacity
+from skippy_mesh.sizes import available_bytes, format_size
 from skippy_mesh.wire import Hidden, decode_activations, decode_step, encode_activations
 from stages import selftest
 from stages.batch import Floats, Rows
@@ -43,7 +49,10 @@ Progress = Callable[[int, int], None]
 class StageInfo:
     """What a loaded stage says of itself; a snapshot, never read from the running context.
 
-    ``capacity`` is what requests can use, ``rules`` what a step may hold. ``why_inexact`` is None
+    ``capacity`` is what requests can use, ``planned`` what was asked for: less came out where
+    memory was short. ``context_bytes`` are what the context took, ``planned_context_bytes`` what
+    the plan charged for the one asked for, None without a plan. ``rules`` are what a step may hold.
+    ``why_inexact`` is None
     when the self-test proved that company does not change a row's bits. ``load_s`` is all of
     :meth:`StageWorker.load`, of which the self-test took ``self_test_s``.
     """
@@ -55,9 +64,11 @@ class StageInfo:
     num_cells: int
     max_trained_tokens: int
     capacity: Capacity
+    planned: Capacity
     rules: StepRules
     weight_bytes: int
     context_bytes: int
+    planned_context_bytes: int | None
     rss_bytes: int
     profile: Profile
     why_inexact: str | None
@@ -104,17 +115,23 @@ class StageWorker:
         if spec.context.exact:
             profile = choose_profile(matrix_types(model.tensors.values()), can_repack=can_repack())
         path = cached_slice(model, spec.first_layer, spec.end_layer, progress)
+        fitting = _fitting(spec)
         context = self._context = new_context(
-            model, path, spec.context,
+            model, path, fitting,
             first_layer=spec.first_layer, is_last=spec.is_last, profile=profile,
         )  # fmt: skip
         if spec.is_first:
             self._embedding = Embedding(model)
-        loaded = Loaded(model=model, spec=spec, profile=profile, path=path, context=context)
+        loaded = Loaded(
+            model=model, spec=replace(spec, context=fitting), profile=profile, path=path,
+            context=context,
+        )  # fmt: skip
         before = time.perf_counter()
         why_inexact = _why_inexact(loaded)
         now = time.perf_counter()
-        self._info = _describe(loaded, why_inexact, load_s=now - started, self_test_s=now - before)
+        self._info = _describe(
+            loaded, spec.context, why_inexact, load_s=now - started, self_test_s=now - before
+        )
         return self._info
 
     def forward(self, batch: StepBatch, hidden: Hidden | None = None) -> StepResult | Hidden | None:
@@ -258,6 +275,23 @@ class StageWorker:
         return self._context
 
 
+def _fitting(spec: StageSpec) -> ContextConfig:
+    """What was planned, or as much of it as there is memory for now: a smaller context lowers the
+    ceiling, a larger one would push every process of this machine out."""
+    free = available_bytes()
+    if spec.need is None or free is None:
+        return spec.context
+    fitting = spec.need.fit(spec.context, free)
+    if fitting is None:
+        raise RuntimeUnavailableError(
+            f"stage {spec.index} has no memory for even one session: layers {spec.first_layer}:"
+            f"{spec.end_layer} take {format_size(spec.need.of(1, 1), round_up=True)} with the "
+            f"smallest context, and {format_size(free)} are free; end other programs, or use more "
+            f"--stages on other machines"
+        )
+    return fitting
+
+
 def _why_inexact(stage: Loaded) -> str | None:
     model, config = stage.model, stage.spec.context
     if not config.exact:
@@ -278,9 +312,18 @@ def _why_inexact(stage: Loaded) -> str | None:
 
 
 def _describe(
-    stage: Loaded, why_inexact: str | None, *, load_s: float, self_test_s: float
+    stage: Loaded,
+    planned: ContextConfig,
+    why_inexact: str | None,
+    *,
+    load_s: float,
+    self_test_s: float,
 ) -> StageInfo:
     spec, context, memory = stage.spec, stage.context, stage.context.memory()
+    planned_bytes = None
+    if spec.need:
+        need = spec.need.of(planned.num_cells, planned.num_lanes, planned.num_residents)
+        planned_bytes = need - spec.need.weights
     return StageInfo(
         index=spec.index,
         num_stages=spec.num_stages,
@@ -288,10 +331,12 @@ def _describe(
         end_layer=spec.end_layer,
         num_cells=context.num_cells,
         max_trained_tokens=stage.model.max_trained_tokens,
-        capacity=_capacity(stage),
+        capacity=_capacity(stage, context.num_cells, spec.context),
+        planned=_capacity(stage, planned.num_cells, planned),
         rules=_rules(stage),
         weight_bytes=memory.weight_bytes,
         context_bytes=memory.context_bytes,
+        planned_context_bytes=planned_bytes,
         rss_bytes=memory.rss_bytes,
         profile=stage.profile,
         why_inexact=why_inexact,
@@ -301,16 +346,16 @@ def _describe(
     )
 
 
-def _capacity(stage: Loaded) -> Capacity:
-    context, spec = stage.context, stage.spec
+def _capacity(stage: Loaded, num_cells: int, config: ContextConfig) -> Capacity:
+    spec = stage.spec
     layers = stage.model.family.layer_kinds(stage.model.facts)[spec.first_layer : spec.end_layer]
     kinds = frozenset[str]().union(*layers)
     return Capacity(
-        lanes=spec.context.num_lanes,
-        residents=spec.context.num_residents,
-        attention=context.num_cells if "attention" in kinds else None,
-        window=context.num_cells if "window" in kinds else None,
-        recurrent=context.num_lanes if "recurrent" in kinds else None,
+        lanes=config.num_lanes,
+        residents=config.num_residents,
+        attention=num_cells if "attention" in kinds else None,
+        window=num_cells if "window" in kinds else None,
+        recurrent=config.num_lanes + config.num_residents if "recurrent" in kinds else None,
     )
 
 

@@ -7,6 +7,7 @@ capacity is the least of all stages. A cell that several lanes share is counted 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from skippy_mesh.errors import IdsExhaustedError
@@ -30,6 +31,17 @@ class Capacity:
     window: int | None = None
     recurrent: int | None = None
 
+    @classmethod
+    def least(cls, stages: Sequence[Capacity]) -> Capacity:
+        """What every one of ``stages`` has."""
+        return cls(
+            lanes=min(stage.lanes for stage in stages),
+            residents=min(stage.residents for stage in stages),
+            attention=_least(stage.attention for stage in stages),
+            window=_least(stage.window for stage in stages),
+            recurrent=_least(stage.recurrent for stage in stages),
+        )
+
     @property
     def num_cells(self) -> int:
         """Cells one sequence after another may fill: the smaller pool bounds them."""
@@ -38,6 +50,17 @@ class Capacity:
     def by_component(self) -> dict[str, int]:
         sizes = {"attention": self.attention, "window": self.window, "recurrent": self.recurrent}
         return {"lanes": self.lanes, **{n: size for n, size in sizes.items() if size is not None}}
+
+    def for_sessions(self) -> dict[str, int]:
+        """The same without what is kept for cached prefixes."""
+        sizes = self.by_component()
+        if "recurrent" in sizes:
+            sizes["recurrent"] -= self.residents
+        return sizes
+
+
+def _least(sizes: Iterable[int | None]) -> int | None:
+    return min((size for size in sizes if size is not None), default=None)
 
 
 class IdPool:

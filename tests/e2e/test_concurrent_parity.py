@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.ceiling import mesh_capacity
 from skippy_mesh.config import ContextConfig, EngineSettings
 from skippy_mesh.messages import Request, SamplingParams
 from skippy_mesh.scheduler import sequence
+from skippy_mesh.scheduler.memory import Capacity
 from tests.crowd import Made
 from tests.models import FAMILIES
 from tests.sessions import Sessions, sessions_on
@@ -85,6 +85,6 @@ def test_concurrent_parity(
 def test_the_pool_of_a_mesh_is_that_of_its_smallest_stage(made, shared_cache: Path) -> None:
     model: Made = made("window", "q8_0", num_layers=6)
     with sessions_on(model, (2,), CONTEXT, SETTINGS, ceiling=8) as sessions:
-        capacity = mesh_capacity([info.capacity for info in sessions.pipeline.infos])
+        capacity = Capacity.least([info.capacity for info in sessions.pipeline.infos])
         assert capacity.attention == capacity.window == 512
         assert capacity.recurrent is None

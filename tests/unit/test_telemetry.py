@@ -83,7 +83,8 @@ def record(**changes: Any) -> StepRecord:
         "admitted": 2, "resumed": 1, "preempted": 1,
         "prefill_tokens": 60, "decode_tokens": 3,
         "recompute_prompt_tokens": 10, "recompute_output_tokens": 4,
-        "prefix_hits": 0, "prefix_misses": 0, "prefix_hit_tokens": 0,
+        "prefix_hits": 0, "prefix_misses": {}, "prefix_hit_tokens": 0,
+        "prefix_queried_tokens": 0, "prefix_evictions": {},
         "batches_in_flight": 2, "step_s": 0.1, "scheduler_s": 0.0004,
         "stages": (StageTime(0.04, 0.01), StageTime(0.05, 0.02, 2)),
     }  # fmt: skip
@@ -282,7 +283,10 @@ def test_the_step_log_has_the_contracts_keys(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     telemetry = telemetry_of(step_log=StepLog(path))
     telemetry.observe(StepReport((token("z", finish_reason="abort"),), state=state()))
-    telemetry.observe(step(token(), token("b", finish_reason="stop")))
+    prefixes = {
+        "prefix_hits": 2, "prefix_misses": {"cold": 2, "off": 1}, "prefix_hit_tokens": 70
+    }  # fmt: skip
+    telemetry.observe(step(token(), token("b", finish_reason="stop"), **prefixes))
     telemetry.observe(step(step_id=6))
     telemetry.close()
     first, second = map(json.loads, path.read_text().splitlines())
@@ -292,7 +296,7 @@ def test_the_step_log_has_the_contracts_keys(tmp_path: Path) -> None:
         "running": 2, "waiting": 6, "admitted": 3, "preempted": 1, "finished": 2, "cancelled": 1,
         "prefill_tokens": 60, "decode_tokens": 3, "recompute_tokens": 14,
         "kv": [{"attention": store}, {"attention": {**store, "free": 4202}, "window": store}],
-        "prefix_hits": 0, "prefix_misses": 0, "prefix_hit_tokens": 0,
+        "prefix_hits": 2, "prefix_misses": 3, "prefix_hit_tokens": 70,
         "step_ms": 100.0, "plan_ms": 0.4, "stage_ms": [40.0, 50.0], "wait_ms": [10.0, 20.0],
     }  # fmt: skip
     assert (second["step_id"], second["finished"], second["cancelled"]) == (6, 0, 0)
