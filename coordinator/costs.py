@@ -164,9 +164,15 @@ class StageSizes:
         return self._recurrent[hi] - self._recurrent[lo] + self.costs.per_id
 
     def work(self, lo: int, hi: int) -> int:
-        """Bytes of weights a step reads: the table of embeddings is only looked up."""
+        """Bytes of weights a step of one row reads: the table of embeddings is only looked up."""
         head = self.costs.head if hi == self.num_layers else 0
         return self._weights[hi] - self._weights[lo] + head
+
+    def crowd_work(self, lo: int, hi: int) -> int:
+        """What many sessions' rows cost, up to a factor: only those that sample need the head, one
+        row in three where prompts are twice as long as answers."""
+        layers = self._weights[hi] - self._weights[lo]
+        return 2 * layers + self.work(lo, hi)
 
     def reach(self, usable_bytes: int, lo: int) -> int:
         """The furthest ``hi`` for which layers [lo, hi) fit; ``lo`` if not even one does."""

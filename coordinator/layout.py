@@ -111,22 +111,27 @@ def _latest_borders(sizes: StageSizes, num_stages: int) -> list[int]:
 def balance(runs: Sequence[Run], sizes: StageSizes, rates: Sequence[int]) -> list[Run]:
     """The same nodes in the same order, cut so that the slowest stage takes the least time for its
     weights at ``rates`` (bytes a second), and the others are as even as that permits."""
-    return _evenest([run.node for run in runs], sizes, rates) or list(runs)
+    return _evenest([run.node for run in runs], sizes, sizes.work, rates) or list(runs)
 
 
 def split(node: Node, sizes: StageSizes, num_stages: int) -> list[Run] | None:
     """The model in ``num_stages`` of the same work, all on ``node``, None if no cuts are legal.
-    Whether they fit is another question, and hardly one of where the cuts are."""
+    There the stages compute for a crowd, and rows cost more than reading the weights. Whether they fit is another question, and hardly one of where the cuts are."""
     roomy = replace(node, usable_bytes=sizes.total(0, sizes.num_layers))
-    found = _evenest([roomy] * num_stages, sizes, [1] * num_stages)
+    found = _evenest([roomy] * num_stages, sizes, sizes.crowd_work, [1] * num_stages)
     return found and [Run(node, lo, hi) for _, lo, hi in found]
 
 
-def _evenest(nodes: Sequence[Node], sizes: StageSizes, rates: Sequence[int]) -> list[Run] | None:
+def _evenest(
+    nodes: Sequence[Node],
+    sizes: StageSizes,
+    work: Callable[[int, int], int],
+    rates: Sequence[int],
+) -> list[Run] | None:
     scale = lcm(*rates)  # times in integers: work / rate, times scale
 
     def time_of(stage: int, lo: int, hi: int) -> int:
-        return sizes.work(lo, hi) * (scale // rates[stage])
+        return work(lo, hi) * (scale // rates[stage])
 
     slowest = _Cut(nodes, sizes, time_of, add=max).best()
     if slowest is None:

@@ -92,7 +92,7 @@ FAULTS = {
         "skippy_mesh/scheduler/scheduler.py",
         "self._prefixes.make_room(plan, len(decodes))",
         "pass",
-        PREFIXES + "test_the_cache_gives_way_before_anybody_is_preempted",
+        PREFIXES + "test_growth_beyond_a_promise_takes_from_the_cache_first",
     ),
     "one cache for all keys": Fault(
         "skippy_mesh/scheduler/prefix_cache.py",
@@ -158,9 +158,9 @@ FAULTS = {
         CEILING + "test_a_stage_that_measures_less_lowers_the_ceiling_and_is_named",
     ),
     "ask the first stage only": Fault(
-        "coordinator/ceiling.py",
-        "_least([stage.attention for stage in stages])",
-        "stages[0].attention",
+        "skippy_mesh/scheduler/memory.py",
+        "attention=_least(stage.attention for stage in stages),",
+        "attention=stages[0].attention,",
         CEILING + "test_whatever_a_stage_lacks_no_stage_ever_refuses_a_step",
     ),
     "cut anywhere": Fault(

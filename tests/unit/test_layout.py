@@ -125,10 +125,10 @@ def test_one_machine_is_cut_as_evenly_as_can_be(seed):
     sizes = random_model(rng)
     for num_stages in range(1, sizes.num_layers + 1):
         found = split(Node("a", 1), sizes, num_stages)
-        works = [[sizes.work(*stage) for stage in cut] for cut in all_cuts(sizes, num_stages)]
+        works = [[sizes.crowd_work(*stage) for stage in cut] for cut in all_cuts(sizes, num_stages)]
         if not works:
             assert found is None
             continue
         assert [run.lo for run in found] == [0, *(run.hi for run in found[:-1])]
-        assert max(sizes.work(lo, hi) for _, lo, hi in found) == min(map(max, works))
+        assert max(sizes.crowd_work(lo, hi) for _, lo, hi in found) == min(map(max, works))
         assert {run.node for run in found} == {Node("a", 1)}

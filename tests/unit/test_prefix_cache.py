@@ -10,6 +10,7 @@ import pytest
 
 from skippy_mesh.errors import StageError
 from skippy_mesh.messages import Copy, Remove, Request
+from skippy_mesh.scheduler import sequence
 from skippy_mesh.scheduler.prefix_cache import MIN_AWAITED, MIN_SHARED
 from stages.fake import FakePipeline
 from tests.scheduling import Run, request
@@ -190,6 +191,14 @@ def test_the_cache_gives_way_before_anybody_is_preempted():
     run.assert_answers()
     assert not sum(plan.num_preempted for plan in run.plans)
     assert run.scheduler.take_prefix_counts().evictions["deficit"] == 1
+
+
+def test_growth_beyond_a_promise_takes_from_the_cache_first(monkeypatch):
+    monkeypatch.setattr(sequence, "MAX_RESERVED_OUTPUT", 4)
+    run = run_of(cells=128, lanes=2, max_rows=128)
+    ask_and_finish(run, request("a", 60, 4))
+    ask_and_finish(run, request("b", 30, 60), request("c", 20, 12))
+    assert not sum(plan.num_preempted for plan in run.plans)
 
 
 def test_only_the_deficit_is_evicted_and_the_least_recently_used_first():
