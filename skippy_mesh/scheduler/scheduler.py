@@ -283,7 +283,8 @@ class Scheduler:
             if sequence is None:
                 break
             plan.num_resumed += sequence.status is Status.PREEMPTED
-            plan.num_admitted += sequence.status is Status.WAITING
+            if sequence.status is Status.WAITING:
+                plan.admitted.append(sequence.request.request_id)
             self.waiting.remove(sequence)
             sequence.lane = self._ledger.admit(self._need(sequence))
             sequence.status = Status.RUNNING

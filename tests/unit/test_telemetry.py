@@ -39,6 +39,7 @@ from skippy_mesh.step_log import StepLog
 from skippy_mesh.step_totals import DURATIONS_S, STEP_ROWS
 from skippy_mesh.telemetry import Telemetry
 from stages.fake import FakeTokenizer
+from tests.engines import BOUNDS, places_of
 
 STAGES = (Capacity(lanes=8, attention=4096), Capacity(lanes=6, attention=4352, window=4096))
 LEDGER = {
@@ -412,7 +413,7 @@ class Echo:
 
 
 def client_of(channel: Echo, telemetry: Telemetry) -> EngineClient:
-    return EngineClient(channel, max_model_len=100, max_open=1, on_report=telemetry.observe)
+    return EngineClient(channel, max_model_len=100, on_report=telemetry.observe)
 
 
 def test_what_a_lost_engine_leaves_behind_is_counted_as_ended() -> None:
@@ -433,7 +434,7 @@ def test_an_observer_that_fails_ends_no_request(caplog: pytest.LogCaptureFixture
         raise ZeroDivisionError
 
     channel = Echo()
-    client = EngineClient(channel, max_model_len=100, max_open=1, on_report=fail)
+    client = EngineClient(channel, max_model_len=100, on_report=fail)
     events = list(client.generate(Request(request_id="a", token_ids=(1,), max_tokens=1)))
     client.close()
     assert [event.finish_reason for event in events] == ["length"]
@@ -444,11 +445,14 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
     channel, telemetry = Echo(), telemetry_of()
     client = client_of(channel, telemetry)
     health: list[str | None] = [LOADING]
+    places = places_of(ceiling=1, max_queue=0)
     app = create_app(
         client,
         FakeTokenizer(),
         model_name="tiny",
         health=lambda: health[0],
+        places=places,
+        bounds=BOUNDS,
         api_keys=["key"],
         limits=Limits(max_body_bytes=1000),
         metrics=telemetry.render,
@@ -477,7 +481,7 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
             await post(400, {"prompt": "a", "temperature": 5})
             await post(413, {"prompt": "a" * 2000})
             await post(200, {"prompt": "a", "max_tokens": 1})
-            client.submit(Request(request_id="x", token_ids=(1,), max_tokens=9), lambda event: None)
+            await places.take()
             await post(429, {"prompt": "a"})
             return Seen((await http.get("/metrics")).content)
 
