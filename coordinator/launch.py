@@ -310,8 +310,8 @@ def gateway_actor(
         named = ray.remote(gateway_class).options(
             name=f"{mesh_name}_gateway_0", max_concurrency=4, **options
         )
-        actors.append(named.remote(spec, served, RemoteDoorkeeper(actors[0])))
-        yield RemoteGateway(actors[1])
+        actors.append(named.remote(spec))
+        yield RemoteGateway(actors[1], served, RemoteDoorkeeper(actors[0]))
     finally:
         for actor in reversed(actors):
             ray.kill(actor)

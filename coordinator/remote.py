@@ -60,16 +60,19 @@ class RemoteGateway:
     """The gateway's actor, seen from the driver. Ray restarts its process; what it does there is
     for the driver to say, so :meth:`wait` starts it again."""
 
-    def __init__(self, actor: Any):
+    def __init__(self, actor: Any, served: object, doorkeeper: RemoteDoorkeeper):
         self._actor = actor
+        self._served = served
+        self._doorkeeper = doorkeeper
         self._ended: Any = None
         self._is_stopping = False
 
     def start(self) -> str:
+        """The URL. Waits for a process that is being restarted."""
         deadline_s = time.monotonic() + _RESTARTS_WITHIN_S
         while True:
             try:
-                url: str = ray.get(self._actor.start.remote())
+                url: str = ray.get(self._actor.start.remote(self._served, self._doorkeeper))
                 break
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, SkippyError):

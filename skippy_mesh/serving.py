@@ -6,12 +6,12 @@ Heavy imports (Ray, llama.cpp, the web server) happen inside the functions that 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.metadata
 import itertools
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,27 +96,32 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
             ceiling=mesh.ceiling.value,
             num_cells=min(info.capacity.num_cells for info in mesh.infos),
         )
-        serve(
-            stack.enter_context(_gateway(spec, mesh, limits, sock, args.mesh_name)),
-            functools.partial(ready_text, mesh, engine),
-        )
+        resolved = {
+            "parallel": limits.ceiling,
+            "max_queue": limits.max_queue,
+            "max_queue_tokens": limits.max_queue_tokens,
+        }
+        spec = replace(spec, config={**spec.config, **resolved})
+        gateway, url = stack.enter_context(_gateway(spec, mesh, limits, sock, args.mesh_name))
+        serve(gateway, ready_text(mesh, engine, url))
 
 
 @contextmanager
 def _gateway(
     spec: GatewaySpec, mesh: Mesh, limits: AdmissionLimits, sock: socket.socket, mesh_name: str
-) -> Iterator[Running]:
-    """The gateway of ``mesh``: here where its engine is here, else an actor beside it."""
+) -> Iterator[tuple[Running, str]]:
+    """A started gateway and its URL: here where the engine is here, else an actor beside it."""
     from coordinator.coordinator import Coordinator, DirectDoorkeeper
     from coordinator.launch import gateway_actor
     from skippy_mesh.gateway.server import GatewayServer
 
     if not mesh.is_remote:
-        yield GatewayServer(spec, mesh, DirectDoorkeeper(Coordinator(limits)), sock)
+        here = GatewayServer(spec)
+        yield here, here.start(mesh, DirectDoorkeeper(Coordinator(limits)), sock)
         return
     sock.close()  # it kept the port: the actor opens it again
     with gateway_actor(GatewayServer, spec, mesh, limits, mesh_name=mesh_name) as gateway:
-        yield gateway
+        yield gateway, gateway.start()
 
 
 def _admission(args: argparse.Namespace, *, ceiling: int, num_cells: int) -> AdmissionLimits:

@@ -113,46 +113,25 @@ class Watch:
 
 
 class GatewayServer:
-    """Built cheaply; :meth:`start` does the work. Any thread may call the methods.
+    """Built cheaply; :meth:`start` does the work, and comes first. Any thread may call the
+    methods."""
 
-    ``sock`` is listened on already, else the gateway opens its own.
-    """
-
-    def __init__(
-        self,
-        spec: GatewaySpec,
-        mesh: Served,
-        doorkeeper: Doorkeeper,
-        sock: socket.socket | None = None,
-    ):
+    def __init__(self, spec: GatewaySpec):
         self._spec = spec
-        self._mesh = mesh
-        self._sock = sock
-        self._places = Places(doorkeeper)
         self._is_draining = False
-        self._stopping: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return f"gateway {self._spec.host}:{self._spec.port}"
 
-    def start(self) -> str:
-        """Answer requests from now on; the URL."""
-        spec, mesh = self._spec, self._mesh
-        sock = self._sock or listen(spec.host, spec.port)
+    def start(self, mesh: Served, doorkeeper: Doorkeeper, sock: socket.socket | None = None) -> str:
+        """Answer requests to ``mesh`` from now on; the URL. ``sock`` is listened on already, else
+        the gateway opens its own."""
+        spec = self._spec
+        sock = sock or listen(spec.host, spec.port)
+        self._mesh = mesh
+        self._places = Places(doorkeeper)
         self._watch = Watch(mesh.silent_stages)
-        self._telemetry = Telemetry(
-            model_name=spec.model_name,
-            build=spec.build,
-            step_log=None if spec.step_log is None else StepLog(spec.step_log),
-            counts_steps=spec.counts_steps,
-            oldest_waiting_s=self._places.oldest_waiting_s,
-            silent_stages=lambda: self._watch.silent,
-        )
-        self._telemetry.describe(
-            [info.capacity for info in mesh.infos],
-            terms=mesh.ceiling.terms,
-            binding=mesh.ceiling.binding,
-        )
+        self._telemetry = self._new_telemetry()
         self._client = EngineClient(
             mesh.channel, max_model_len=mesh.max_model_len, on_report=self._telemetry.observe
         )
@@ -189,6 +168,23 @@ class GatewayServer:
         self._watch.close()
         self._telemetry.close()
         return True
+
+    def _new_telemetry(self) -> Telemetry:
+        spec, mesh = self._spec, self._mesh
+        telemetry = Telemetry(
+            model_name=spec.model_name,
+            build=spec.build,
+            step_log=None if spec.step_log is None else StepLog(spec.step_log),
+            counts_steps=spec.counts_steps,
+            oldest_waiting_s=self._places.oldest_waiting_s,
+            silent_stages=lambda: self._watch.silent,
+        )
+        telemetry.describe(
+            [info.capacity for info in mesh.infos],
+            terms=mesh.ceiling.terms,
+            binding=mesh.ceiling.binding,
+        )
+        return telemetry
 
     def _drain(self) -> None:
         deadline_s = time.monotonic() + _DRAIN_S
@@ -235,24 +231,21 @@ class GatewayServer:
 class Running(Protocol):
     """A gateway as the driver sees it, in this process or another."""
 
-    def start(self) -> str: ...
     def stop(self) -> None: ...
     def wait(self, timeout_s: float) -> bool: ...
 
 
-def serve(gateway: Running, ready: Callable[[str], str]) -> None:
-    """Serve until a signal and the gateway's end. ``ready(url)`` is printed when requests are
-    answered."""
+def serve(gateway: Running, ready_text: str) -> None:
+    """Say that ``gateway`` answers, and wait for a signal and its end."""
     num_signals = num_heard = 0
 
     def hear(_signal: int, _frame: object) -> None:
         nonlocal num_signals
         num_signals += 1
 
-    url = gateway.start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, hear)
-    print(ready(url), end="", flush=True)
+    print(ready_text, end="", flush=True)
     while not gateway.wait(_POLL_S):
         if num_heard < num_signals:
             num_heard += 1
