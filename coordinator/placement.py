@@ -23,7 +23,7 @@ def why_unplaced(
         if not roomy:
             unmet.append(stage)
             continue
-        node = max(roomy, key=lambda index: free[index]["CPU"])
+        node = max(roomy, key=lambda index: free[index].get("CPU", 0.0))
         if spread:
             del free[node]
         else:
