@@ -132,7 +132,7 @@ class Mesh:
     ceiling: Ceiling
     max_model_len: int
     silent_stages: Callable[[], Mapping[int, str]]
-    nodes: Sequence[str] = ()
+    nodes: Sequence[str]
 
     @property
     def is_remote(self) -> bool:

@@ -66,6 +66,7 @@ class GatewaySpec:
     """What a gateway is told: where to listen, whose model it serves, and how.
 
     ``build`` are the labels of ``build_info``, ``config`` what ``/status`` shows of the flags.
+    ``step_log`` is there already, so that a gateway that is started again goes on in it.
     ``counts_steps`` is false for an engine that keeps no step records.
     """
 
@@ -174,7 +175,7 @@ class GatewayServer:
         telemetry = Telemetry(
             model_name=spec.model_name,
             build=spec.build,
-            step_log=None if spec.step_log is None else StepLog(spec.step_log),
+            step_log=None if spec.step_log is None else StepLog(spec.step_log, is_new=False),
             counts_steps=spec.counts_steps,
             oldest_waiting_s=self._places.oldest_waiting_s,
             silent_stages=lambda: self._watch.silent,

@@ -494,3 +494,21 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
     )  # fmt: skip
     assert page("requests_finished_total", reason="length") == 1
     assert page("requests_finished_total") == 1
+
+
+def test_a_silent_stage_is_down_and_before_the_first_answer_none_is_known() -> None:
+    silent: list[dict[int, str] | None] = [None]
+    telemetry = telemetry_of(silent_stages=lambda: silent[0])
+    assert "stage_up" not in seen(telemetry)
+    for found, expected in (({}, (1, 1)), ({1: "no answer"}, (1, 0))):
+        silent[0] = found
+        page = seen(telemetry)
+        assert tuple(page("stage_up", stage=stage) for stage in "01") == expected
+
+
+def test_a_log_that_is_there_is_gone_on_with(tmp_path: Path) -> None:
+    for is_new, lines in ((True, 1), (False, 2), (True, 1)):
+        log = StepLog(tmp_path / "steps", is_new=is_new)
+        log.write({"step": 1})
+        log.close()
+        assert len((tmp_path / "steps").read_text().splitlines()) == lines
