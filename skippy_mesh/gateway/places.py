@@ -135,8 +135,6 @@ class Places:
             return self._term
         async with self._registering:  # one book for all who found the term gone
             if self._term is None:
-                # What is told from here on is told in the new term.
-                self._take_news()
                 book = [
                     OpenPlace(
                         number=place.number,

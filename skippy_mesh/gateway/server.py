@@ -144,8 +144,9 @@ class GatewayServer:
                 timeout_graceful_shutdown=_ABORT_S,
             )
         )
+        # A daemon: an actor whose node has gone must not be kept alive by its open connections.
         self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [sock]}, name="http"
+            target=self._server.run, kwargs={"sockets": [sock]}, name="http", daemon=True
         )
         self._thread.start()
         host, port = sock.getsockname()[:2]

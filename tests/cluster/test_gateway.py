@@ -196,7 +196,7 @@ def test_a_killed_gateway_is_started_again_and_what_it_asked_for_is_ended(served
         with pytest.raises(httpx.TransportError):
             cut_off.result()
     assert len(served.tokens()) == 8
-    eventually(lambda: served.metric("requests_running") == 0)
+    eventually(lambda: served.metric("requests_finished_total", reason="abort") == 1)
     eventually(lambda: served.num_places() == 0)
 
 

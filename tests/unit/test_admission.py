@@ -196,6 +196,17 @@ def test_a_request_asks_twice_and_tells_together():
     asyncio.run(visit())
 
 
+def test_a_place_given_back_can_be_taken_at_once():
+    async def visit():
+        places = Places(Line(limits(1, 0)))
+        for _ in range(3):
+            place = await places.take()
+            place.end()
+        await places.take()
+
+    asyncio.run(visit())
+
+
 def test_a_restarted_coordinator_is_told_who_is_in_and_keeps_its_bounds():
     async def visit():
         line = Line(limits(2, 2))

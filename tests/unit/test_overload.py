@@ -142,6 +142,26 @@ def test_too_many_tokens_may_not_wait_and_every_failure_gives_its_place_back() -
     assert len(engine.submitted) == 2
 
 
+def test_who_runs_no_longer_counts_as_waiting() -> None:
+    gate = Gate()
+    places = places_of(ceiling=1, max_queue=3, max_queue_tokens=100)
+
+    def hold_the_second(batch: StepBatch) -> None:
+        if 0 not in batch.positions:
+            gate(batch)
+
+    engine = RunningEngine(FakePipeline(on_step=hold_the_second), num_lanes=1)
+    with serving(engine=engine, places=places) as client, ThreadPoolExecutor() as pool:
+        prompt = {"prompt": [7] * 80}
+        first = pool.submit(client.post, COMPLETIONS, json=prompt)
+        assert gate.reached.wait(5)
+        second = pool.submit(client.post, COMPLETIONS, json=prompt)
+        eventually(lambda: len(engine.submitted) == 2)
+        assert client.post(COMPLETIONS, json=prompt).json()["error"]["code"] == "queue_tokens_full"
+        gate.opened.set()
+        assert first.result().status_code == second.result().status_code == 200
+
+
 def test_who_waits_too_long_is_sent_away_and_who_runs_is_not() -> None:
     gate = Gate()
 
@@ -154,7 +174,8 @@ def test_who_waits_too_long_is_sent_away_and_who_runs_is_not() -> None:
     engine = RunningEngine(FakePipeline(on_step=hold_the_second), num_lanes=1)
     with serving(engine=engine, places=places, limits=timeouts) as client:
         with ThreadPoolExecutor() as pool:
-            first = pool.submit(client.post, COMPLETIONS, json=ONCE)
+            # A prompt of several steps: it runs long before its first token.
+            first = pool.submit(client.post, COMPLETIONS, json={"prompt": [7] * 200})
             assert gate.reached.wait(5)
             reply = client.post(COMPLETIONS, json={"prompt": "ZZZ"})
             error = reply.json()["error"]
