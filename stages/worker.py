@@ -8,6 +8,7 @@ failure the engine starts all stages afresh by raising the epoch.
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -217,6 +218,10 @@ class StageWorker:
     def info(self) -> StageInfo | None:
         """The snapshot taken at load; None before. Never waits for a running step."""
         return self._info
+
+    def node(self) -> str:
+        """The machine it runs on."""
+        return platform.node()
 
     def times(self) -> StageTimes:
         """What :meth:`step` has cost since the start."""

@@ -51,13 +51,18 @@ class Plan:
     snapshots: list[Any] = field(default_factory=list)
     new_lanes: dict[int, SamplingParams] = field(default_factory=dict)
     forgotten_lanes: list[int] = field(default_factory=list)
-    num_admitted: int = 0
+    admitted: list[str] = field(default_factory=list)
+    """Requests that left the queue for the first time."""
     num_resumed: int = 0
     num_preempted: int = 0
 
     @property
     def num_rows(self) -> int:
         return sum(part.num_rows for part in self.parts)
+
+    @property
+    def num_admitted(self) -> int:
+        return len(self.admitted)
 
     @property
     def num_decode(self) -> int:

@@ -303,8 +303,8 @@ class Scheduler:
         match = self._prefixes.find(sequence)
         if sequence.status is Status.WAITING:
             sequence.num_cached = match.num_shared
+            plan.admitted.append(sequence.request.request_id)
         plan.num_resumed += sequence.status is Status.PREEMPTED
-        plan.num_admitted += sequence.status is Status.WAITING
         self.waiting.remove(sequence)
         sequence.lane = self._ledger.admit(self._need(sequence))
         sequence.status = Status.RUNNING

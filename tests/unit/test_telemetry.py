@@ -39,6 +39,7 @@ from skippy_mesh.step_log import StepLog
 from skippy_mesh.step_totals import DURATIONS_S, STEP_ROWS
 from skippy_mesh.telemetry import Telemetry
 from stages.fake import FakeTokenizer
+from tests.engines import BOUNDS, places_of
 
 STAGES = (Capacity(lanes=8, attention=4096), Capacity(lanes=6, attention=4352, window=4096))
 LEDGER = {
@@ -416,7 +417,7 @@ class Echo:
 
 
 def client_of(channel: Echo, telemetry: Telemetry) -> EngineClient:
-    return EngineClient(channel, max_model_len=100, max_open=1, on_report=telemetry.observe)
+    return EngineClient(channel, max_model_len=100, on_report=telemetry.observe)
 
 
 def test_what_a_lost_engine_leaves_behind_is_counted_as_ended() -> None:
@@ -437,7 +438,7 @@ def test_an_observer_that_fails_ends_no_request(caplog: pytest.LogCaptureFixture
         raise ZeroDivisionError
 
     channel = Echo()
-    client = EngineClient(channel, max_model_len=100, max_open=1, on_report=fail)
+    client = EngineClient(channel, max_model_len=100, on_report=fail)
     events = list(client.generate(Request(request_id="a", token_ids=(1,), max_tokens=1)))
     client.close()
     assert [event.finish_reason for event in events] == ["length"]
@@ -448,11 +449,14 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
     channel, telemetry = Echo(), telemetry_of()
     client = client_of(channel, telemetry)
     health: list[str | None] = [LOADING]
+    places = places_of(ceiling=1, max_queue=0)
     app = create_app(
         client,
         FakeTokenizer(),
         model_name="tiny",
         health=lambda: health[0],
+        places=places,
+        bounds=BOUNDS,
         api_keys=["key"],
         limits=Limits(max_body_bytes=1000),
         metrics=telemetry.render,
@@ -481,7 +485,7 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
             await post(400, {"prompt": "a", "temperature": 5})
             await post(413, {"prompt": "a" * 2000})
             await post(200, {"prompt": "a", "max_tokens": 1})
-            client.submit(Request(request_id="x", token_ids=(1,), max_tokens=9), lambda event: None)
+            await places.take()
             await post(429, {"prompt": "a"})
             return Seen((await http.get("/metrics")).content)
 
@@ -494,3 +498,21 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
     )  # fmt: skip
     assert page("requests_finished_total", reason="length") == 1
     assert page("requests_finished_total") == 1
+
+
+def test_a_silent_stage_is_down_and_before_the_first_answer_none_is_known() -> None:
+    silent: list[dict[int, str] | None] = [None]
+    telemetry = telemetry_of(silent_stages=lambda: silent[0])
+    assert "stage_up" not in seen(telemetry)
+    for found, expected in (({}, (1, 1)), ({1: "no answer"}, (1, 0))):
+        silent[0] = found
+        page = seen(telemetry)
+        assert tuple(page("stage_up", stage=stage) for stage in "01") == expected
+
+
+def test_a_log_that_is_there_is_gone_on_with(tmp_path: Path) -> None:
+    for is_new, lines in ((True, 1), (False, 2), (True, 1)):
+        log = StepLog(tmp_path / "steps", is_new=is_new)
+        log.write({"step": 1})
+        log.close()
+        assert len((tmp_path / "steps").read_text().splitlines()) == lines
