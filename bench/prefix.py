@@ -14,7 +14,8 @@ import contextlib
 import datetime
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -95,6 +96,9 @@ def started(settings: Settings, arm: str) -> Iterator[tuple[Server, list[str], P
             yield server, command, log
 
 
+Start = Callable[[Settings, str], AbstractContextManager[tuple[Server, list[str], Path]]]
+
+
 def load(
     url: str, workload: Workload, settings: Settings, *, clients: int, requests: int, first: int = 0
 ) -> Run:
@@ -111,9 +115,11 @@ def load(
     )
 
 
-def measure(settings: Settings, arm: str, level: int, round_: int) -> tuple[Run, dict[str, object]]:
+def measure(
+    settings: Settings, arm: str, level: int, round_: int, start: Start
+) -> tuple[Run, dict[str, object]]:
     workload = settings.workload(f"{round_}/{level}", arm)
-    with started(settings, arm) as (server, command, log):
+    with start(settings, arm) as (server, command, log):
         check_warm(server, replace(workload, seed="warm-up", shared_tokens=0))
         if arm != COLD:
             load(server.url, workload, settings, clients=1, requests=1, first=PRIMER)
@@ -145,11 +151,13 @@ def cells_per_session(steps: Sequence[Step]) -> dict[str, object]:
     }
 
 
-def play_round(settings: Settings, level: int, round_: int) -> dict[str, object]:
+def play_round(
+    settings: Settings, level: int, round_: int, *, start: Start = started
+) -> dict[str, object]:
     order = [COLD, WARM, PEER] if round_ % 2 == 0 else [PEER, WARM, COLD]
     runs, points = {}, {}
     for arm in order:
-        runs[arm], points[arm] = measure(settings, arm, level, round_)
+        runs[arm], points[arm] = measure(settings, arm, level, round_, start)
         print(table_row(level, arm, points[arm], None), flush=True)
     same = same_texts(runs[WARM], runs[COLD])
     if same["equal"] != settings.num_requests(level):
