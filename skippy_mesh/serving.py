@@ -167,8 +167,13 @@ def _gateway_spec(
 
 
 def _shown(args: argparse.Namespace) -> dict[str, object]:
-    """The flags for ``/status``: no key, and of a file its name only."""
-    shown = {name: value for name, value in vars(args).items() if name not in _UNSHOWN}
+    """The flags for ``/status``, fit for JSON: no key, and of a file its name only."""
+    shown: dict[str, object] = {
+        name: value if isinstance(value, (str, int, float, tuple, type(None))) else str(value)
+        for name, value in vars(args).items()
+        if name not in _UNSHOWN
+    }
     shown["model"] = Path(args.model).name
     shown["api_key"] = "***" if args.api_key else ""
+    shown["step_log"] = None if args.step_log is None else Path(args.step_log).name
     return shown
