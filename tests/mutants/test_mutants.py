@@ -131,7 +131,7 @@ FAULTS = {
         "coordinator/admission.py",
         "if num_open >= limits.max_open:",
         "if num_open > limits.max_open:",
-        ADMISSION + "test_the_bounds_hold_and_every_place_comes_back_once",
+        ADMISSION + "test_when_to_come_back_is_what_the_queue_takes_at_the_rate_seen",
     ),
     "hand in an empty book": Fault(
         "skippy_mesh/gateway/places.py",
