@@ -39,22 +39,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "-np", "--parallel", type=int, metavar="N",
         help="lower the number of requests that may run at once (default: what memory permits)",
     )  # fmt: skip
-    parser.add_argument(
-        "--max-queue", type=int, metavar="N",
-        help="requests that may wait (4 for each that may run, at least 16)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-queue-tokens", type=int, metavar="N",
-        help="prompt tokens that may wait (4 times the smallest pool)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--queue-timeout-s", type=float, default=0.0, metavar="S",
-        help="refuse who waits longer, and who would (0: off)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--request-timeout-s", type=float, default=0.0, metavar="S",
-        help="end a request that takes longer in all (0: off)",
-    )  # fmt: skip
+    _add_queue_flags(parser)
     parser.add_argument(
         "--scheduling-policy", choices=("fcfs", "priority"), default="fcfs",
         help="who is admitted first (%(default)s)",
@@ -76,6 +61,25 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="requests that run at once, instead of what pacing finds",
     )  # fmt: skip
     parser.add_argument("--step-log", metavar="FILE", help="write a JSON line for every step")
+
+
+def _add_queue_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-queue", type=int, metavar="N",
+        help="requests that may wait (4 for each that may run, at least 16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-queue-tokens", type=int, metavar="N",
+        help="prompt tokens that may wait (4 times the smallest pool)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--queue-timeout-s", type=float, default=0.0, metavar="S",
+        help="refuse who waits longer, and who would (0: off)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--request-timeout-s", type=float, default=0.0, metavar="S",
+        help="end a request that takes longer in all (0: off)",
+    )  # fmt: skip
 
 
 def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
