@@ -40,22 +40,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "-np", "--parallel", type=int, metavar="N",
         help="lower the number of requests that may run at once (default: what memory permits)",
     )  # fmt: skip
-    parser.add_argument(
-        "--max-queue", type=int, metavar="N",
-        help="requests that may wait (4 for each that may run, at least 16)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-queue-tokens", type=int, metavar="N",
-        help="prompt tokens that may wait (4 times the smallest pool)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--queue-timeout-s", type=float, default=0.0, metavar="S",
-        help="refuse who waits longer, and who would (0: off)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--request-timeout-s", type=float, default=0.0, metavar="S",
-        help="end a request that takes longer in all (0: off)",
-    )  # fmt: skip
+    _add_queue_flags(parser)
     parser.add_argument(
         "--scheduling-policy", choices=("fcfs", "priority"), default="fcfs",
         help="who is admitted first (%(default)s)",
@@ -78,6 +63,25 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_cache_flag(parser)
     parser.add_argument("--step-log", metavar="FILE", help="write a JSON line for every step")
+
+
+def _add_queue_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-queue", type=int, metavar="N",
+        help="requests that may wait (4 for each that may run, at least 16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-queue-tokens", type=int, metavar="N",
+        help="prompt tokens that may wait (4 times the smallest pool)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--queue-timeout-s", type=float, default=0.0, metavar="S",
+        help="refuse who waits longer, and who would (0: off)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--request-timeout-s", type=float, default=0.0, metavar="S",
+        help="end a request that takes longer in all (0: off)",
+    )  # fmt: skip
 
 
 def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
@@ -169,10 +173,15 @@ def _gateway_spec(
 
 
 def _shown(args: argparse.Namespace) -> dict[str, object]:
-    """The flags for ``/status``: no key, and of a file its name only."""
-    shown = {name: value for name, value in vars(args).items() if name not in _UNSHOWN}
+    """The flags for ``/status``, fit for JSON: no key, and of a file its name only."""
+    shown: dict[str, object] = {
+        name: value if isinstance(value, (str, int, float, tuple, type(None))) else str(value)
+        for name, value in vars(args).items()
+        if name not in _UNSHOWN
+    }
     shown["model"] = Path(args.model).name
     if args.memory_fraction is not None:
         shown["memory_fraction"] = float(args.memory_fraction)
     shown["api_key"] = "***" if args.api_key else ""
+    shown["step_log"] = None if args.step_log is None else Path(args.step_log).name
     return shown

@@ -94,6 +94,21 @@ def create_app(
         gateway.refuse_if_unhealthy()
         return JSONResponse(healthy)
 
+    for path in ("/health", "/v1/health"):
+        app.add_api_route(path, answer_health, methods=["GET"])
+    _add_pages(app, metrics=metrics, status=status)
+    app.add_api_route("/v1/models", gateway.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
+    app.add_api_route("/v1/chat/completions", gateway.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/completions", gateway.completions, methods=["POST"])
+    return app
+
+
+def _add_pages(
+    app: FastAPI, *, metrics: Callable[[], bytes], status: Callable[[], Mapping[str, object]]
+) -> None:
+    """What is told of the server itself, whatever state the engine is in."""
+
     async def answer_status() -> Response:
         return JSONResponse(status())
 
@@ -106,15 +121,8 @@ def create_app(
 
     app.add_api_route("/metrics", answer_metrics, methods=["GET"])
     app.add_api_route("/status", answer_status, methods=["GET"])
-    for path in ("/health", "/v1/health"):
-        app.add_api_route(path, answer_health, methods=["GET"])
     for path in ("/livez", "/ping"):
         app.add_api_route(path, answer_live, methods=["GET"])
-    app.add_api_route("/v1/models", gateway.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
-    app.add_api_route("/v1/chat/completions", gateway.chat_completions, methods=["POST"])
-    app.add_api_route("/v1/completions", gateway.completions, methods=["POST"])
-    return app
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

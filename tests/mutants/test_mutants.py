@@ -23,6 +23,7 @@ CONTEXT = "tests/e2e/test_context.py::"
 CEILING = "tests/unit/test_ceiling.py::"
 PREFIXES = "tests/unit/test_prefix_cache.py::"
 PLANNER = "tests/unit/test_planner.py::"
+ADMISSION = "tests/unit/test_admission.py::"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,24 @@ FAULTS = {
         "sorted(nodes, key=lambda node: (-node.usable_bytes, node.name))",
         "list(nodes)",
         PLANNER + "test_the_order_of_nodes_does_not_matter",
+    ),
+    "let one more in than may wait": Fault(
+        "coordinator/admission.py",
+        "if num_open >= limits.max_open:",
+        "if num_open > limits.max_open:",
+        ADMISSION + "test_when_to_come_back_is_what_the_queue_takes_at_the_rate_seen",
+    ),
+    "hand in an empty book": Fault(
+        "skippy_mesh/gateway/places.py",
+        "for place in self._open.values()\n                ]",
+        "for place in ()\n                ]",
+        ADMISSION + "test_a_restarted_coordinator_is_told_who_is_in_and_keeps_its_bounds",
+    ),
+    "believe an answer of an old term": Fault(
+        "skippy_mesh/gateway/places.py",
+        "if answer.term == term == self._term:",
+        "if True:",
+        ADMISSION + "test_a_coordinator_restarted_between_two_questions_costs_nobody_an_answer",
     ),
 }
 
