@@ -122,7 +122,7 @@ def env(tmp_path_factory, ray_dir):
 
 
 def test_serve_starts_the_stages_that_are_planned(tiny, env, tmp_path):
-    """On any number of cores, with a thread each or more; balanced by bytes, not by layers."""
+    """On any number of cores, with a thread each or more."""
     arguments = (str(tiny), "--stages", "3", "--port", "0")
     with serving(*arguments, env=env, log=tmp_path / "log") as server:
         (ready,) = [line for line in server.lines if " ready on " in line]
@@ -132,7 +132,7 @@ def test_serve_starts_the_stages_that_are_planned(tiny, env, tmp_path):
             for line in httpx.get(f"{server.url}/metrics").text.splitlines()
             if line.startswith("skippy:build_info")
         ]
-        assert 'layout="0:3,3:5,5:6"' in build
+        assert 'layout="0:2,2:4,4:6"' in build
         body = {"model": "tiny", "prompt": "a b c", "max_tokens": 4, "temperature": 0}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
         assert answer["usage"]["completion_tokens"] == 4
