@@ -14,6 +14,7 @@ COMMANDS = {
     "gap": "the longest pause in answers beside long prompts",
     "sweep": "throughput, latency and memory against the number of clients",
     "serve": "ours against llama-server and llama.cpp RPC, in paired rounds, with targets",
+    "prefix": "what a shared system prompt saves, against computing it and against llama-server",
     "peers": "build the servers the mesh is measured against",
 }
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import platform
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from coordinator.ceiling import Ceiling, Term
-from coordinator.launch import Mesh, on_own_thread, stage_actors
+from coordinator.launch import Mesh, is_local, on_own_thread, stage_actors
 from skippy_mesh.client import ReportQueue
 from skippy_mesh.config import StageSpec
 from skippy_mesh.errors import SkippyError, StageError
@@ -30,7 +31,7 @@ from skippy_mesh.messages import (
     StepResult,
     TokenEvent,
 )
-from stages.pipeline import LocalPipeline, RayPipeline, check_alive
+from stages.pipeline import LocalPipeline, RayPipeline, silent_stages
 from stages.worker import StageWorker
 
 logger = logging.getLogger(__name__)
@@ -224,21 +225,21 @@ def chunk_lengths(length: int, *, multiple: int, max_rows: int) -> tuple[int, ..
 def baseline_mesh(specs: Sequence[StageSpec], *, mesh_name: str = "skippy") -> Iterator[Mesh]:
     """The stages of ``specs`` under this engine, on a thread that owns what is in this process."""
     with ExitStack() as stack:
-        if len(specs) > 1:
+        if not is_local(specs):
             actors, infos = stack.enter_context(stage_actors(specs, mesh_name=mesh_name))
             remote = RayPipeline(actors, infos)
-            alive = functools.partial(check_alive, actors)
-            yield stack.enter_context(on_own_thread(lambda: _served(remote, alive)))
+            silent = functools.partial(silent_stages, actors)
+            yield stack.enter_context(on_own_thread(lambda: _served(remote, silent)))
         else:
             yield stack.enter_context(on_own_thread(lambda: _load(specs)))
 
 
 def _load(specs: Sequence[StageSpec]) -> tuple[Mesh, Callable[[], None]]:
-    return _served(LocalPipeline([StageWorker(spec) for spec in specs]), lambda: None)
+    return _served(LocalPipeline([StageWorker(spec) for spec in specs]), dict)
 
 
 def _served(
-    pipeline: LocalPipeline | RayPipeline, alive: Callable[[], str | None]
+    pipeline: LocalPipeline | RayPipeline, silent: Callable[[], Mapping[int, str]]
 ) -> tuple[Mesh, Callable[[], None]]:
     infos = pipeline.infos
     engine = Baseline(
@@ -253,5 +254,6 @@ def _served(
         if isinstance(pipeline, LocalPipeline):
             pipeline.close()
 
+    nodes = [platform.node()] * len(infos)
     term = Term(1, "all", "lanes", "baseline")
-    return Mesh(engine, infos, Ceiling(term, (term,)), engine.max_model_len, alive), serve
+    return Mesh(engine, infos, Ceiling(term, (term,)), engine.max_model_len, silent, nodes), serve

@@ -34,12 +34,16 @@ class Workload:
 
     prompt_tokens: int = 128  # wished for; what the server counted is in the records
     output_tokens: int = 64  # exact: end-of-text is masked, so all engines do equal work
+    shared_tokens: int = 0  # of prompt_tokens, the first ones, the same in all prompts
+    uses_cache: bool = False
     seed: str = "0"
 
     def prompt(self, index: int) -> str:
-        """Random words, so that no two prompts share a prefix that a cache could skip."""
+        """Random words, so that no two prompts share a prefix that a cache could skip, but for the
+        one they are meant to share."""
+        shared = random.Random(f"{self.seed}/shared").choices(WORDS, k=self.shared_tokens)
         draw = random.Random(f"{self.seed}/{index}")
-        return " ".join(draw.choices(WORDS, k=self.prompt_tokens))
+        return " ".join(shared + draw.choices(WORDS, k=self.prompt_tokens - self.shared_tokens))
 
     def body(self, index: int) -> dict[str, object]:
         return {
@@ -49,7 +53,7 @@ class Workload:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "cache_prompt": False,
+            "cache_prompt": self.uses_cache,
         }
 
 

@@ -45,13 +45,20 @@ def mesh_command(
 
 
 def llama_server_command(
-    program: Path, model: Path, *, num_slots: int, num_cells: int, num_threads: int | None = None
+    program: Path,
+    model: Path,
+    *,
+    num_slots: int,
+    num_cells: int,
+    num_threads: int | None = None,
+    uses_cache: bool = False,
 ) -> list[str]:
     """The strongest fair peer: same file, KV type and cells, one pool shared by all its slots.
-    Its prompt caches are off because no prompt comes twice."""
+    Its prompt caches are off where no prompt comes twice."""
+    caches = [] if uses_cache else ["--no-cache-prompt", "--cache-ram", "0"]
     return [str(program), "-m", str(model), "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0",
             "-t", str(num_threads or os.cpu_count() or 1), "-np", str(num_slots), "--kv-unified",
-            "-c", str(num_cells), "--no-cache-prompt", "--cache-ram", "0", "--offline",
+            "-c", str(num_cells), *caches, "--offline",
             "--no-ui", "--host", "127.0.0.1"]  # fmt: skip
 
 

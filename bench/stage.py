@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no-ray", action="store_true", help="leave out the hop")
     parser.add_argument("--families", action="store_true", help="the profile's cost instead")
     parser.add_argument("--load", action="store_true", help="what loading costs instead")
+    parser.add_argument("--cold", action="store_true", help="of --load: read all files from disk")
     return run(parser.parse_args(argv))
 
 
@@ -229,7 +230,7 @@ def run(args: argparse.Namespace) -> int:
     if args.load:
         from bench.startup import compare as compare_loads
 
-        print(json.dumps(compare_loads(model, args.rounds, args.threads)))
+        print(json.dumps(compare_loads(model, args.rounds, args.threads, cold=args.cold)))
         return 0
     print(f"{model.paths[0].name}: {args.threads} threads, depth {DEPTH}, "
           f"{args.rounds} rounds of {args.steps} steps")  # fmt: skip

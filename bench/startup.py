@@ -26,8 +26,8 @@ STARTS = ("first start", "no verdict")
 _CHILD_TIMEOUT_S = 900
 
 
-def compare(model: ModelFile, rounds: int, threads: int) -> dict[str, object]:
-    """Each arm and kind of start, a line each at the end."""
+def compare(model: ModelFile, rounds: int, threads: int, *, cold: bool) -> dict[str, object]:
+    """Each arm and kind of start, a line each at the end. ``cold`` reads every file from disk."""
     found: dict[tuple[str, str], list[dict[str, float]]] = {
         (arm, start): [] for arm in ARMS for start in STARTS
     }
@@ -35,6 +35,8 @@ def compare(model: ModelFile, rounds: int, threads: int) -> dict[str, object]:
         for arm in list(ARMS)[:: 1 if number % 2 else -1]:
             with tempfile.TemporaryDirectory() as cache:
                 for start in STARTS:
+                    if cold:
+                        evict([*map(Path, model.paths), *Path(cache).rglob("*.gguf")])
                     found[arm, start].append(_child(model, ARMS[arm], threads, cache))
                     shutil.rmtree(Path(cache) / "selftest")
     print(f"{model.paths[0].name}: {threads} threads, {rounds} rounds; median (low to high)")
@@ -45,7 +47,15 @@ def compare(model: ModelFile, rounds: int, threads: int) -> dict[str, object]:
         print(f"{point['arm']:>12} {point['start']:>12} {point['load_s']:>8.2f} "
               f"{point['self_test_s']:>12.3f} {point['share']:>7.1%} "
               f"({low:.1%} to {high:.1%})")  # fmt: skip
-    return {"machine": machine_facts(), "commit": commit(), "points": points}
+    return {"machine": machine_facts(), "commit": commit(), "cold": cold, "points": points}
+
+
+def evict(paths: Sequence[Path]) -> None:
+    """Let the system forget what it has of these files in memory."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _point(arm: str, start: str, loads: Sequence[dict[str, float]]) -> dict[str, object]:

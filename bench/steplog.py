@@ -24,6 +24,7 @@ class Step:
     recompute_tokens: int
     running: int
     waiting: int
+    active_cells: tuple[dict[str, int], ...]  # of each stage, by component; shared ones count once
 
 
 def read_step(line: str) -> Step:
@@ -32,6 +33,9 @@ def read_step(line: str) -> Step:
         compute_s=tuple(ms / 1e3 for ms in entry["stage_ms"]),
         scheduler_s=entry["plan_ms"] / 1e3,
         step_s=entry["step_ms"] / 1e3,
+        active_cells=tuple(
+            {name: states["active"] for name, states in stage.items()} for stage in entry["kv"]
+        ),
         **{key: entry[key] for key in _COUNTS},
     )
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skippy_mesh.config import NUM_SPARE_LANES
 from skippy_mesh.errors import UsageError
-from skippy_mesh.messages import MAX_LANES
 from skippy_mesh.scheduler.memory import CELL_COMPONENTS, Capacity
 
 FLOOR_CONTEXT = 256
 """Cells a session can count on when all sessions run."""
-
-MAX_RECURRENT_LANES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +42,6 @@ class Ceiling:
         return f"{binding.value}, bound by stage {binding.stage} {binding.component}"
 
 
-def planned_lanes(num_cells: int, *, is_recurrent: bool, parallel: int | None = None) -> int:
-    """Lanes to ask a context for, before it says what it has. One more costs little, except where
-    each brings a row of recurrent state."""
-    most = MAX_RECURRENT_LANES if is_recurrent else MAX_LANES - NUM_SPARE_LANES
-    derived = max(min(num_cells // FLOOR_CONTEXT, most), 1)
-    return derived if parallel is None else max(min(derived, parallel), 1)
-
-
 def ceiling(
     stages: Sequence[Capacity], *, floor_context: int = FLOOR_CONTEXT, parallel: int | None = None
 ) -> Ceiling:
@@ -65,7 +53,7 @@ def ceiling(
     terms = tuple(
         _term(index, component, size, floor_context)
         for index, stage in enumerate(stages)
-        for component, size in stage.by_component().items()
+        for component, size in stage.for_sessions().items()
     )
     return bound(terms, parallel=parallel)
 
@@ -89,18 +77,22 @@ def bound(terms: tuple[Term, ...], *, parallel: int | None = None) -> Ceiling:
     return Ceiling(Term(parallel, "all", "lanes", "operator"), terms)
 
 
-def mesh_capacity(stages: Sequence[Capacity]) -> Capacity:
-    """What every stage has of each component: the least of all."""
-    return Capacity(
-        lanes=min(stage.lanes for stage in stages),
-        attention=_least([stage.attention for stage in stages]),
-        window=_least([stage.window for stage in stages]),
-        recurrent=_least([stage.recurrent for stage in stages]),
-    )
+def after_load(planned: Ceiling, stages: Sequence[tuple[Capacity, Capacity]]) -> Ceiling:
+    """``planned``, lowered by every stage that has less of something than was asked of it.
 
-
-def _least(sizes: Sequence[int | None]) -> int | None:
-    return min((size for size in sizes if size is not None), default=None)
+    ``stages`` are (asked, has). A plan's terms tell what would be possible, and the context that
+    was asked for is the least of them: only what came out smaller says more than they do.
+    """
+    terms = {(term.stage, term.component): term for term in planned.terms}
+    for index, (asked, has) in enumerate(stages):
+        sizes = has.for_sessions()
+        for component, size in asked.for_sessions().items():
+            if sizes[component] < size:
+                measured = _term(index, component, sizes[component], FLOOR_CONTEXT)
+                terms[measured.stage, component] = measured
+    measured_terms = tuple(terms.values())
+    limit = bound(measured_terms)
+    return limit if limit.value < planned.value else Ceiling(planned.binding, measured_terms)
 
 
 def _term(stage: int, component: str, size: int, floor_context: int) -> Term:
@@ -108,3 +100,17 @@ def _term(stage: int, component: str, size: int, floor_context: int) -> Term:
         text = f"{size} cells / {floor_context} per session"
         return Term(size // floor_context, str(stage), component, text)
     return Term(size, str(stage), component, f"{size} rows" if component == "recurrent" else "ids")
+
+
+def context_bound(stages: Sequence[Capacity], max_model_len: int) -> Term:
+    """What keeps a request to ``max_model_len`` tokens: the smallest pool, or the model itself."""
+    pools = [
+        _term(index, component, size, 1)
+        for index, stage in enumerate(stages)
+        for component, size in stage.by_component().items()
+        if component in CELL_COMPONENTS
+    ]
+    least = min(pools, key=lambda pool: pool.value, default=None)
+    if least is None or least.value > max_model_len:
+        return Term(max_model_len, "all", "model", f"{max_model_len} tokens a request")
+    return Term(max_model_len, least.stage, least.component, f"{least.value} cells")

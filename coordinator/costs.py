@@ -16,19 +16,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from skippy_mesh.config import BYTES_PER_CELL, kv_bytes, pool_size
+from skippy_mesh.config import BYTES_PER_CELL, MAX_PAD, MemoryNeed, kv_bytes, pool_size, priced
 from skippy_mesh.errors import UsageError
 from skippy_mesh.families import Family, ModelFacts, check_slice
 from skippy_mesh.messages import MAX_LANES
 
-MAX_PAD = 4  # rows a profile may pad a step to
 STEP_ROWS = 512
 PROCESS_BYTES = 256 * 2**20
 """Of a stage, before it loads anything: Python, Ray's worker, llama.cpp's own."""
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _TABLE, _HEAD = "token_embd.weight", "output."
-_KV_PERCENT = 85  # cells are priced as if they filled so much of their part
 _MASK_VALUE_BYTES = 2  # f16 with flash attention
 _FLOAT_BYTES = 4
 _STEP_WIDTHS = 24  # of a row, alive at once in a layer: 15 to 22 measured in the five classes
@@ -130,9 +128,23 @@ class StageSizes:
             embedding=costs.embedding if is_first else 0,
             head=costs.head if is_last else 0,
             recurrent=self.recurrent_per_id(lo, hi) * self.num_ids,
-            attention=self._priced(self._attention[hi] - self._attention[lo]),
-            window=self._priced(self._window[hi] - self._window[lo]),
+            attention=priced(self.pool * (self._attention[hi] - self._attention[lo])),
+            window=priced(self.pool * (self._window[hi] - self._window[lo])),
             buffers=self._every_stage + (costs.logits if is_last else 0),
+        )
+
+    def need(self, lo: int, hi: int) -> MemoryNeed:
+        """The same as what the stage itself has to go by."""
+        parts, costs = self.parts(lo, hi), self.costs
+        kv_per_cell = (
+            self._attention[hi] - self._attention[lo] + self._window[hi] - self._window[lo]
+        )
+        return MemoryNeed(
+            weights=parts.weights + parts.embedding + parts.head,
+            buffers=costs.common + (costs.logits if hi == self.num_layers else 0),
+            per_cell=costs.per_cell,
+            kv_per_cell=kv_per_cell,
+            per_id=self.recurrent_per_id(lo, hi),
         )
 
     def total(self, lo: int, hi: int) -> int:
@@ -140,8 +152,8 @@ class StageSizes:
         costs = self.costs
         num_bytes = self._every_stage + self._weights[hi] - self._weights[lo]
         num_bytes += self.recurrent_per_id(lo, hi) * self.num_ids
-        num_bytes += self._priced(self._attention[hi] - self._attention[lo])
-        num_bytes += self._priced(self._window[hi] - self._window[lo])
+        num_bytes += priced(self.pool * (self._attention[hi] - self._attention[lo]))
+        num_bytes += priced(self.pool * (self._window[hi] - self._window[lo]))
         if lo == 0:
             num_bytes += costs.embedding
         if hi == self.num_layers:
@@ -152,9 +164,15 @@ class StageSizes:
         return self._recurrent[hi] - self._recurrent[lo] + self.costs.per_id
 
     def work(self, lo: int, hi: int) -> int:
-        """Bytes of weights a step reads: the table of embeddings is only looked up."""
+        """Bytes of weights a step of one row reads: the table of embeddings is only looked up."""
         head = self.costs.head if hi == self.num_layers else 0
         return self._weights[hi] - self._weights[lo] + head
+
+    def crowd_work(self, lo: int, hi: int) -> int:
+        """What many sessions' rows cost, up to a factor: only those that sample need the head, one
+        row in three where prompts are twice as long as answers."""
+        layers = self._weights[hi] - self._weights[lo]
+        return 2 * layers + self.work(lo, hi)
 
     def reach(self, usable_bytes: int, lo: int) -> int:
         """The furthest ``hi`` for which layers [lo, hi) fit; ``lo`` if not even one does."""
@@ -164,9 +182,6 @@ class StageSizes:
             num_layers = bisect_right(ends, usable_bytes, key=lambda hi: self.total(lo, hi))
             self._reaches[asked] = lo + num_layers
         return self._reaches[asked]
-
-    def _priced(self, bytes_per_cell: int) -> int:
-        return -(-self.pool * bytes_per_cell * 100 // _KV_PERCENT)
 
 
 def _sums(numbers: Any) -> list[int]:

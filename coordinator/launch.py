@@ -1,4 +1,4 @@
-"""Start a mesh on Ray: the cluster, the placement group, one actor per stage, and their end.
+"""Start a mesh on Ray: the cluster, the placement group, its actors, and their end.
 
 The only place where classes become actors. The driver owns everything it starts, so nothing
 outlives it, and it waits with a limit and says what is missing instead of hanging.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import platform
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -19,17 +22,27 @@ from typing import Any
 import grpc
 import ray
 from ray._private.gcs_utils import create_gcs_channel
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
-from coordinator.ceiling import Ceiling, ceiling, mesh_capacity
+from coordinator.ceiling import Ceiling, Term, after_load, ceiling, context_bound
+from coordinator.coordinator import Coordinator
 from coordinator.nodes import Node, nodes_of_cluster
+from coordinator.placement import why_unplaced
+from coordinator.remote import RemoteDoorkeeper, RemoteGateway
 from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
 from skippy_mesh.engine import EnginePlan
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError
+from skippy_mesh.places import AdmissionLimits
+from skippy_mesh.scheduler.memory import Capacity
+from skippy_mesh.sizes import format_size
 from stages.head import StageHead
-from stages.pipeline import RemoteHead, check_alive, first_line
+from stages.pipeline import RemoteHead, first_line, silent_stages
 from stages.worker import StageInfo, StageWorker
 
 logger = logging.getLogger(__name__)
@@ -37,10 +50,11 @@ logger = logging.getLogger(__name__)
 # Activations are the only large objects, and each lives for one step.
 _OBJECT_STORE_BYTES = 256 * 2**20
 _PLACEMENT_TIMEOUT_S = 600.0
+_PLACEMENT_NOTICE_S = 10.0
 _CONNECT_TIMEOUT_S = 10.0
 _END_S = 10.0
 # A decode must not block a question about health, and one thread must own the context.
-_CONCURRENCY_GROUPS = {"step": 1, "control": 1, "reports": 1, "health": 1}
+_CONCURRENCY_GROUPS = {"step": 1, "control": 1, "reports": 2, "health": 1}
 _GROUP_OF = {
     "load": "step",
     "prepare": "step",
@@ -54,6 +68,7 @@ _GROUP_OF = {
     "times": "control",
     "reports": "reports",
     "info": "health",
+    "node": "health",
     "problem": "health",
 }
 
@@ -111,13 +126,32 @@ def _check_answers(address: str) -> None:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A running mesh. ``check_alive`` answers at once: None, or which stage does not answer."""
+    """A running mesh. ``silent_stages`` says which stages do not answer, and ``nodes`` where each
+    stage is. Where the stages are actors, a mesh can be handed to another process."""
 
     channel: Channel
     infos: Sequence[StageInfo]
     ceiling: Ceiling
     max_model_len: int
-    check_alive: Callable[[], str | None]
+    silent_stages: Callable[[], Mapping[int, str]]
+    nodes: Sequence[str]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the engine is an actor, which any process can talk to."""
+        return isinstance(self.channel, RemoteHead)
+
+    @property
+    def context_bound(self) -> Term:
+        return context_bound([info.capacity for info in self.infos], self.max_model_len)
+
+    @property
+    def why_inexact(self) -> str | None:
+        """None if every stage's self-test passed, else the first stage's reason."""
+        return next((i.why_inexact for i in self.infos if i.why_inexact is not None), None)
+
+
+_PlanOf = Callable[[Sequence[StageInfo]], tuple[EnginePlan, Ceiling]]
 
 
 @contextmanager
@@ -127,24 +161,42 @@ def mesh(
     *,
     mesh_name: str = "skippy",
     parallel: int | None = None,
+    planned: Ceiling | None = None,
+    spread: bool = False,
 ) -> Iterator[Mesh]:
-    """Stages and engine, running: in a thread where there is one stage, else as Ray actors."""
+    """Stages and engine, running: in a thread where there is one stage, else as Ray actors, each
+    on a node of its own with ``spread``.
+
+    ``planned`` is the ceiling these stages were planned for, which holds unless they came out
+    smaller; without it ``parallel`` may lower what they have.
+    """
+    plan_of = functools.partial(engine_plan, settings=settings, parallel=parallel, planned=planned)
     with ExitStack() as stack:
-        if len(specs) == 1:
-            yield stack.enter_context(_local_mesh(specs[0], settings, parallel))
+        if is_local(specs):
+            yield stack.enter_context(_local_mesh(specs[0], plan_of))
         else:
-            yield stack.enter_context(_ray_mesh(specs, settings, parallel, mesh_name))
+            yield stack.enter_context(_ray_mesh(specs, plan_of, mesh_name, spread))
+
+
+def is_local(specs: Sequence[StageSpec]) -> bool:
+    """One stage, planned for this machine: it needs no Ray."""
+    return len(specs) == 1 and not specs[0].node_id
 
 
 @contextmanager
-def _local_mesh(spec: StageSpec, settings: EngineSettings, parallel: int | None) -> Iterator[Mesh]:
+def _local_mesh(spec: StageSpec, plan_of: _PlanOf) -> Iterator[Mesh]:
     head = StageHead(spec)
 
     def load() -> tuple[Mesh, Callable[[], None]]:
         info = head.load()
-        plan, limit = engine_plan([info], settings, parallel)
+        plan, limit = plan_of([info])
         head.prepare(plan)
-        return Mesh(head, [info], limit, plan.max_model_len, head.problem), head.serve
+        node = (platform.node(),)
+        return Mesh(head, [info], limit, plan.max_model_len, silent, node), head.serve
+
+    def silent() -> dict[int, str]:
+        problem = head.problem()
+        return {} if problem is None else {0: problem}
 
     with on_own_thread(load) as loaded:
         yield loaded
@@ -177,17 +229,24 @@ def on_own_thread(load: Callable[[], tuple[Mesh, Callable[[], None]]]) -> Iterat
 
 @contextmanager
 def _ray_mesh(
-    specs: Sequence[StageSpec], settings: EngineSettings, parallel: int | None, mesh_name: str
+    specs: Sequence[StageSpec], plan_of: _PlanOf, mesh_name: str, spread: bool
 ) -> Iterator[Mesh]:
-    with stage_actors(specs, mesh_name=mesh_name, first=StageHead) as (actors, infos):
-        plan, limit = engine_plan(infos, settings, parallel)
+    with stage_actors(specs, mesh_name=mesh_name, first=StageHead, spread=spread) as (
+        actors, infos,
+    ):  # fmt: skip
+        plan, limit = plan_of(infos)
         head = actors[0]
         ray.get(head.prepare.remote(plan, actors[1:]))
         channel = RemoteHead(head)
         serving = head.serve.remote()
         try:
             yield Mesh(
-                channel, infos, limit, plan.max_model_len, functools.partial(check_alive, actors)
+                channel,
+                infos,
+                limit,
+                plan.max_model_len,
+                functools.partial(silent_stages, actors),
+                ray.get([actor.node.remote() for actor in actors]),
             )
         finally:
             channel.close()
@@ -195,12 +254,22 @@ def _ray_mesh(
 
 
 def engine_plan(
-    infos: Sequence[StageInfo], settings: EngineSettings, parallel: int | None = None
+    infos: Sequence[StageInfo],
+    settings: EngineSettings,
+    parallel: int | None = None,
+    planned: Ceiling | None = None,
 ) -> tuple[EnginePlan, Ceiling]:
     """What the engine over these stages may do: the least of what each can."""
-    limit = ceiling([info.capacity for info in infos], parallel=parallel)
-    capacity = mesh_capacity([info.capacity for info in infos])
+    if planned is None:
+        limit = ceiling([info.capacity for info in infos], parallel=parallel)
+    else:
+        limit = after_load(planned, [(info.planned, info.capacity) for info in infos])
+    for info in infos:
+        _warn_of_difference(info)
+    capacity = Capacity.least([info.capacity for info in infos])
     rules = replace(infos[0].rules, max_rows=min(info.rules.max_rows for info in infos))
+    if not settings.prefix_cache:
+        rules = replace(rules, prefix_rule="none")
     plan = EnginePlan(
         capacity=capacity,
         rules=rules,
@@ -212,13 +281,33 @@ def engine_plan(
     return plan, limit
 
 
+def _warn_of_difference(info: StageInfo) -> None:
+    """Between what was planned and what was measured: where there is less, fewer are served; where
+    more was taken, the next step may lack it."""
+    asked, has = info.planned.by_component(), info.capacity.by_component()
+    less = [f"{has[name]} {name} of {asked[name]}" for name in asked if has[name] < asked[name]]
+    if less:
+        logger.warning("stage %d found too little memory free: %s", info.index, ", ".join(less))
+    if info.planned_context_bytes is not None and info.context_bytes > info.planned_context_bytes:
+        logger.warning(
+            "the context of stage %d takes %s, and %s were planned: lower --memory-fraction",
+            info.index,
+            format_size(info.context_bytes),
+            format_size(info.planned_context_bytes),
+        )
+
+
 @contextmanager
 def stage_actors(
-    specs: Sequence[StageSpec], *, mesh_name: str, first: type[Any] = StageWorker
+    specs: Sequence[StageSpec],
+    *,
+    mesh_name: str,
+    first: type[Any] = StageWorker,
+    spread: bool = False,
 ) -> Iterator[tuple[list[Any], list[StageInfo]]]:
-    """One loaded actor per spec, spread over the nodes there are; all ended on exit. The first is
-    of class ``first``."""
-    group = _reserve(specs)
+    """One loaded actor per spec, on the node it was planned for or else on as few as they fit or,
+    with ``spread``, on one each; all ended on exit. The first is of class ``first``."""
+    group = _reserve(specs, mesh_name=mesh_name, spread=spread)
     actors: list[Any] = []
     try:
         for spec in specs:
@@ -241,18 +330,67 @@ def stage_actors(
         remove_placement_group(group)
 
 
-def _reserve(specs: Sequence[StageSpec]) -> PlacementGroup:
-    bundles = [{"CPU": float(spec.context.num_threads)} for spec in specs]
-    group = placement_group(bundles, strategy="SPREAD")
-    if not group.wait(_PLACEMENT_TIMEOUT_S):
-        remove_placement_group(group)
-        free = ray.available_resources().get("CPU", 0)
-        raise RuntimeUnavailableError(
-            f"the Ray cluster cannot place {len(specs)} stages of "
-            f"{specs[0].context.num_threads} CPUs after {_PLACEMENT_TIMEOUT_S:.0f} s: "
-            f"{free:g} CPUs are free; add nodes, or lower --stages or --threads"
+@contextmanager
+def gateway_actor(
+    gateway_class: type[Any], spec: object, served: Mesh, limits: AdmissionLimits, *, mesh_name: str
+) -> Iterator[RemoteGateway]:
+    """A coordinator and a gateway of ``gateway_class`` for ``served``, on this node. Neither owns
+    anybody: what one of them takes with it when it dies is nothing but itself."""
+    node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "scheduling_strategy": node,
+    }
+    actors: list[Any] = []
+    try:
+        named = ray.remote(Coordinator).options(name=f"{mesh_name}_coordinator", **options)
+        actors.append(named.remote(limits))
+        # Threads: one waits for its end, the others start it, drain it and are there for more.
+        named = ray.remote(gateway_class).options(
+            name=f"{mesh_name}_gateway_0", max_concurrency=4, **options
         )
-    return group
+        actors.append(named.remote(spec))
+        yield RemoteGateway(actors[1], served, RemoteDoorkeeper(actors[0]))
+    finally:
+        for actor in reversed(actors):
+            ray.kill(actor)
+
+
+def _reserve(specs: Sequence[StageSpec], *, mesh_name: str, spread: bool) -> PlacementGroup:
+    bundles = [{"CPU": float(spec.context.num_threads)} for spec in specs]
+    strategy = "STRICT_SPREAD" if spread else "PACK"
+    nodes = [{"ray.io/node-id": spec.node_id} if spec.node_id else {} for spec in specs]
+    group = placement_group(
+        bundles, strategy=strategy, name=f"{mesh_name}_pg", bundle_label_selector=nodes
+    )
+    deadline_s = time.monotonic() + _PLACEMENT_TIMEOUT_S
+    if group.wait(min(_PLACEMENT_NOTICE_S, _PLACEMENT_TIMEOUT_S)):
+        return group
+    try:
+        why = why_unplaced(bundles, _free_resources(), spread=spread)
+        print(f"skippy-mesh: waiting for nodes: {why}", file=sys.stderr, flush=True)
+        if group.wait(max(deadline_s - time.monotonic(), 0)):
+            return group
+        why = why_unplaced(bundles, _free_resources(), spread=spread)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    remove_placement_group(group)
+    raise RuntimeUnavailableError(
+        f"after {_PLACEMENT_TIMEOUT_S:.0f} s there is {why}; add nodes, or lower --stages or "
+        f"--threads"
+    )
+
+
+def _free_resources() -> list[tuple[str, Mapping[str, float]]]:
+    free = available_resources_per_node()
+    return [
+        (node["NodeManagerHostname"], free.get(node["NodeID"], {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def _load(actors: Sequence[Any]) -> list[Any]:

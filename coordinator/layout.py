@@ -1,15 +1,15 @@
 """Layers onto nodes: contiguous runs that fit, that llama.cpp accepts, one run for each node.
 
-Three ways. :func:`pack` fills the largest node first and takes other orders only where that one
+Four ways. :func:`pack` fills the largest node first and takes other orders only where that one
 fails. :func:`balance` moves the borders of a packing until the slowest stage is as fast as it can
-be. :func:`seat` finds nodes for borders that are given.
+be. :func:`split` cuts a model for one machine. :func:`seat` finds nodes for borders that are given.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
 
@@ -111,15 +111,34 @@ def _latest_borders(sizes: StageSizes, num_stages: int) -> list[int]:
 def balance(runs: Sequence[Run], sizes: StageSizes, rates: Sequence[int]) -> list[Run]:
     """The same nodes in the same order, cut so that the slowest stage takes the least time for its
     weights at ``rates`` (bytes a second), and the others are as even as that permits."""
-    nodes = [run.node for run in runs]
+    return _evenest([run.node for run in runs], sizes, sizes.work, rates) or list(runs)
+
+
+def split(node: Node, sizes: StageSizes, num_stages: int) -> list[Run] | None:
+    """The model in ``num_stages`` of the same work, all on ``node``, None if no cuts are legal.
+
+    There the stages compute for a crowd, and rows cost more than reading the weights. Whether they
+    fit is another question, and hardly one of where the cuts are.
+    """
+    roomy = replace(node, usable_bytes=sizes.total(0, sizes.num_layers))
+    found = _evenest([roomy] * num_stages, sizes, sizes.crowd_work, [1] * num_stages)
+    return found and [Run(node, lo, hi) for _, lo, hi in found]
+
+
+def _evenest(
+    nodes: Sequence[Node],
+    sizes: StageSizes,
+    work: Callable[[int, int], int],
+    rates: Sequence[int],
+) -> list[Run] | None:
     scale = lcm(*rates)  # times in integers: work / rate, times scale
 
     def time_of(stage: int, lo: int, hi: int) -> int:
-        return sizes.work(lo, hi) * (scale // rates[stage])
+        return work(lo, hi) * (scale // rates[stage])
 
     slowest = _Cut(nodes, sizes, time_of, add=max).best()
     if slowest is None:
-        return list(runs)
+        return None
 
     def squared(stage: int, lo: int, hi: int) -> int | None:
         time = time_of(stage, lo, hi)

@@ -16,12 +16,15 @@ from skippy_mesh.sizes import parse_size
 @dataclass(frozen=True, slots=True)
 class Node:
     """``usable_bytes`` are what a stage may take there, all else subtracted. ``bytes_per_s`` is how
-    fast it reads weights, None if unknown. ``rtt_us`` is to a node that no :class:`Link` names."""
+    fast it reads weights, None if unknown. ``rtt_us`` is to a node that no :class:`Link` names.
+    ``num_cpus`` and ``node_id`` are for who starts the stages there."""
 
     name: str
     usable_bytes: int
     bytes_per_s: int | None = None
     rtt_us: int | None = None
+    num_cpus: int = 1
+    node_id: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -60,6 +63,8 @@ def nodes_of_cluster(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
                 name if names.count(name) == 1 else f"{name}-{row['NodeID'][:8]}",
                 int(row["Resources"].get("memory", 0)),
                 None if rate is None else parse_size(rate),
+                num_cpus=max(int(row["Resources"]["CPU"]), 1),
+                node_id=row["NodeID"],
             )
         )
     return found

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from coordinator.ceiling import Ceiling, Term, bound
 from coordinator.costs import ModelCosts, StageBytes, StageSizes
-from coordinator.layout import Run, balance, pack, seat
+from coordinator.layout import Run, balance, pack, seat, split
 from coordinator.nodes import Node, by_size, token_time_us
 from coordinator.request import PlanRequest
 from coordinator.shortfall import plan_error
+from skippy_mesh.config import MemoryNeed
+from skippy_mesh.errors import UsageError
 from skippy_mesh.sizes import format_size
 
 
@@ -29,6 +31,7 @@ class StagePlan:
     first_layer: int
     end_layer: int
     bytes: StageBytes
+    need: MemoryNeed
     free_bytes: int
 
 
@@ -63,12 +66,23 @@ def plan(costs: ModelCosts, nodes: Sequence[Node], request: PlanRequest | None =
     request = request or PlanRequest()
     nodes = by_size(nodes)
     request.check(costs, len(nodes))
+    _check_divisible(costs, nodes, request)
     found = _search(costs, nodes, request)
     if found is None:
         raise plan_error(
             costs, nodes, request, lambda other, others: bool(_search(costs, others, other))
         )
     return found
+
+
+def _check_divisible(costs: ModelCosts, nodes: Sequence[Node], request: PlanRequest) -> None:
+    """Before memory comes into it: can there be so many legal stages?"""
+    sizes = StageSizes(costs, num_cells=1, num_ids=1)
+    if request.num_stages and split(nodes[0], sizes, request.num_stages) is None:
+        raise UsageError(
+            f"cannot cut this model into {request.num_stages} stages: no cuts leave each of them a "
+            f"layer of every kind ({', '.join(costs.components)}); choose fewer"
+        )
 
 
 def _search(costs: ModelCosts, nodes: Sequence[Node], request: PlanRequest) -> Plan | None:
@@ -115,7 +129,7 @@ class _Fit:
     def runs(self, lanes: int) -> list[Run]:
         runs = self._packed(lanes)
         assert runs, "lanes that were found to fit"
-        if self.request.cuts is not None:
+        if self.request.cuts is not None or self._is_shared:
             return runs
         rates = [run.node.bytes_per_s for run in runs]
         if self.request.num_stages is not None and not any(rates):
@@ -127,11 +141,20 @@ class _Fit:
         num_ids = self.request.num_ids(lanes)
         return StageSizes(self.costs, num_cells=self.num_cells, num_ids=num_ids)
 
+    @property
+    def _is_shared(self) -> bool:
+        """One machine is as many nodes as stages were asked for, out of the same memory."""
+        return len(self.nodes) == 1 < self.num_stages
+
     def _packed(self, lanes: int) -> list[Run] | None:
-        if self.request.cuts is None:
-            return pack(self.nodes, self.sizes(lanes), self.num_stages)
-        borders = (0, *self.request.cuts, len(self.costs.layers))
-        return seat(borders, self.nodes, self.sizes(lanes))
+        sizes = self.sizes(lanes)
+        if self.request.cuts is not None:
+            return seat((0, *self.request.cuts, len(self.costs.layers)), self.nodes, sizes)
+        if self._is_shared:
+            runs = split(self.nodes[0], sizes, self.num_stages) or []
+            need = sum(sizes.total(lo, hi) for _, lo, hi in runs)
+            return runs if need <= self.nodes[0].usable_bytes else None
+        return pack(self.nodes, sizes, self.num_stages)
 
 
 def _plan_of(fit: _Fit, runs: Sequence[Run], context: int, lanes: int) -> Plan:
@@ -146,6 +169,7 @@ def _plan_of(fit: _Fit, runs: Sequence[Run], context: int, lanes: int) -> Plan:
             first_layer=lo,
             end_layer=hi,
             bytes=sizes.parts(lo, hi),
+            need=sizes.need(lo, hi),
             free_bytes=node.usable_bytes - taken[node.name],
         )
         for index, (node, lo, hi) in enumerate(runs)
@@ -181,8 +205,9 @@ def _terms(
     per_id = sum(sizes.recurrent_per_id(s.first_layer, s.end_layer) for s in here)
     if per_id:
         room = stage.free_bytes + sum(other.bytes.recurrent for other in here)
-        num_lanes = (room // per_id - request.reserved_ids) // request.ids_per_lane
-        text = f"({room} bytes / {per_id} per id - {request.reserved_ids} reserved)"
+        num_lanes = request.lanes_of_states(room // per_id)
+        reserved = request.num_ids(max(num_lanes, 0)) - max(num_lanes, 0) * request.ids_per_lane
+        text = f"({room} bytes / {per_id} per id - {reserved} reserved)"
         yield Term(num_lanes, name, "recurrent", text + request.per_lane)
 
 

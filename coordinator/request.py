@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from coordinator.ceiling import FLOOR_CONTEXT
 from coordinator.costs import ModelCosts
 from coordinator.nodes import Link
-from skippy_mesh.config import MAX_CELLS
+from skippy_mesh.config import MAX_CELLS, MAX_RESIDENTS, num_residents
 from skippy_mesh.errors import UsageError
 from skippy_mesh.messages import MAX_LANES
 
@@ -23,9 +23,11 @@ class PlanRequest:
 
     ``context`` is what one request may fill, at most what the model was trained for. ``num_cells``
     is the pool all requests share, which may be larger; without it the pool is one context.
-    ``lanes`` lower the ceiling. ``reserved_ids`` (residents, padding) and ``ids_per_lane`` come out
-    of the 256 there are, and recurrent memory is paid for each id. Each lane can count on
-    ``floor_context`` cells. ``target_us`` is for what the network adds to a token.
+    ``num_stages`` share the machine where there is only one. ``lanes`` lower the ceiling.
+    ``reserved_ids`` (residents, padding) and ``ids_per_lane`` come out of the 256 there are, and
+    recurrent memory is paid for each id. Each lane can count on ``floor_context`` cells.
+    With ``keeps_prefixes`` more ids go to cached prefixes. ``target_us`` is for what the network
+    adds to a token.
     """
 
     context: int | None = None
@@ -36,19 +38,35 @@ class PlanRequest:
     floor_context: int = FLOOR_CONTEXT
     reserved_ids: int = 0
     ids_per_lane: int = 1
+    keeps_prefixes: bool = False
     links: tuple[Link, ...] = ()
     target_us: int | None = None
 
     def num_ids(self, lanes: int) -> int:
-        return lanes * self.ids_per_lane + self.reserved_ids
+        """Those that bring recurrent states, where there are any."""
+        return lanes * self.ids_per_lane + self.reserved_ids + self._num_snapshots(lanes)
+
+    def lanes_of_states(self, num_states: int) -> int:
+        """As many as have ids where memory holds ``num_states``; below 1 if not even one has."""
+        lanes = (num_states - self.reserved_ids) // self.ids_per_lane
+        while lanes > 0 and self.num_ids(lanes) > num_states:
+            lanes -= 1
+        return lanes
+
+    def _num_snapshots(self, lanes: int) -> int:
+        return num_residents(lanes, is_recurrent=True) if self.keeps_prefixes else 0
 
     @property
     def lanes_of_ids(self) -> int:
-        return (MAX_LANES - self.reserved_ids) // self.ids_per_lane
+        return (MAX_LANES - self._num_taken) // self.ids_per_lane
 
     @property
     def ids_term(self) -> str:
-        return f"({MAX_LANES} ids - {self.reserved_ids} reserved){self.per_lane}"
+        return f"({MAX_LANES} ids - {self._num_taken} reserved){self.per_lane}"
+
+    @property
+    def _num_taken(self) -> int:
+        return self.reserved_ids + (MAX_RESIDENTS if self.keeps_prefixes else 0)
 
     @property
     def per_lane(self) -> str:
@@ -98,10 +116,15 @@ class PlanRequest:
         if self.num_cells is not None and not 1 <= self.num_cells <= MAX_CELLS:
             raise UsageError(f"--ctx-size takes from 1 to {MAX_CELLS} cells, got {self.num_cells}")
         num_stages = self.num_stages
-        if num_stages is not None and not 1 <= num_stages <= min(num_nodes, num_layers):
+        if num_stages is not None and not 1 <= num_stages <= num_layers:
             raise UsageError(
-                f"{num_stages} stages need as many nodes and layers: there are {num_nodes} nodes "
-                f"and {num_layers} layers (--cuts may put several stages on one node)"
+                f"cannot cut {num_layers} layers into {num_stages} stages: "
+                f"choose from 1 to {num_layers}"
+            )
+        if num_stages is not None and 1 < num_nodes < num_stages:
+            raise UsageError(
+                f"{num_stages} stages need as many nodes, and there are {num_nodes} "
+                f"(--cuts may put several stages on one)"
             )
         if self.cuts is not None:
             self._check_cuts(costs, self.cuts)
@@ -125,7 +148,7 @@ class PlanRequest:
     def _check_lanes(self, native_context: int) -> None:
         if self.lanes_of_ids < 1:
             raise UsageError(
-                f"no sequence id is left for a lane: {self.reserved_ids} of {MAX_LANES} are "
+                f"no sequence id is left for a lane: {self._num_taken} of {MAX_LANES} are "
                 f"reserved, and a lane needs {self.ids_per_lane}"
             )
         if self.lanes is None:

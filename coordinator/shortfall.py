@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.costs import ModelCosts, StageSizes
-from coordinator.layout import match_by_size
+from coordinator.layout import match_by_size, split
 from coordinator.nodes import Node, by_size
 from coordinator.request import PlanRequest
 from skippy_mesh.errors import PlanError
@@ -49,8 +49,9 @@ def plan_error(
     num_cells = request.least_pool(costs.native_context)
     num_ids = request.num_ids(request.lanes or 1)
     sizes = StageSizes(costs, num_cells=num_cells, num_ids=num_ids)
-    if request.cuts is not None:
-        shortfalls = _of_cuts((0, *request.cuts, sizes.num_layers), nodes, sizes)
+    cuts = _cuts_asked_for(nodes, request, sizes)
+    if cuts is not None:
+        shortfalls = _of_cuts((0, *cuts, sizes.num_layers), nodes, sizes)
     else:
         shortfalls = [_of_node(node, nodes, sizes) for node in nodes]
     changes = list(_changes(request, num_cells, lambda other: fits(other, nodes)))
@@ -70,6 +71,16 @@ def plan_error(
     if changes:
         message += f"; it would fit with {', or with '.join(changes)}"
     return PlanError(message, {s.node.name: s.num_bytes for s in shortfalls})
+
+
+def _cuts_asked_for(
+    nodes: Sequence[Node], request: PlanRequest, sizes: StageSizes
+) -> tuple[int, ...] | None:
+    """None where they are for the planner to find."""
+    if request.num_stages is None or len(nodes) > 1:
+        return request.cuts
+    runs = split(nodes[0], sizes, request.num_stages) or []
+    return request.cuts or tuple(run.lo for run in runs[1:])
 
 
 def _sentences(shortfalls: Sequence[Shortfall]) -> str:

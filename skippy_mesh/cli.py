@@ -8,34 +8,22 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import functools
 import json
 import logging
 import os
 import secrets
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
 from skippy_mesh import __version__
 from skippy_mesh.commands_plan import add_plan_flags, show_plan
-from skippy_mesh.config import KV_TYPES
 from skippy_mesh.errors import SkippyError, StageError, UsageError
-from skippy_mesh.starting import (
-    client_of,
-    cuts_of,
-    open_mesh,
-    open_model,
-    profile_text,
-    ready_text,
-    settings_of,
-    telemetry_of,
-    why_inexact,
-)
-
-DEFAULT_CELLS = 4096
+from skippy_mesh.planning import add_layout_flags, planned
+from skippy_mesh.serving import add_serve_flags, serve_model
+from skippy_mesh.starting import open_mesh, open_model, profile_text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,42 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="answer the OpenAI API over HTTP")
     _add_model_flags(serve)
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
-    serve.add_argument("--api-key", default="", metavar="K[,K2]", help="require one of these keys")
-    serve.add_argument(
-        "--engine", choices=("auto", "mesh", "baseline"), default="auto",
-        help="auto: mesh, as no class of models has failed its gate; baseline: one at a time",
-    )  # fmt: skip
-    serve.add_argument(
-        "-np", "--parallel", type=int, metavar="N",
-        help="lower the number of requests that may run at once (default: what memory permits)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--max-queue", type=int, metavar="N",
-        help="requests that may wait (4 for each that may run, at least 16)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--scheduling-policy", choices=("fcfs", "priority"), default="fcfs",
-        help="who is admitted first (%(default)s)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--preemption-policy", default="newest", metavar="NAME",
-        help="whose memory is taken when it runs short: newest, cheapest-recompute (%(default)s)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--inter-token-ms", type=float, default=200.0, metavar="MS",
-        help="prompts may slow the answers being written down to this (%(default)s)",
-    )  # fmt: skip
-    serve.add_argument(
-        "--pin-prefill-rows", type=int, metavar="N",
-        help="rows of prompt beside live answers, instead of what pacing finds",
-    )  # fmt: skip
-    serve.add_argument(
-        "--pin-running", type=int, metavar="N",
-        help="requests that run at once, instead of what pacing finds",
-    )  # fmt: skip
-    serve.add_argument("--step-log", metavar="FILE", help="write a JSON line for every step")
+    add_serve_flags(serve)
     serve.set_defaults(run=run_serve)
 
     generate = commands.add_parser("generate", help="complete one prompt on stdout")
@@ -101,7 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off (0)")
     generate.add_argument("-s", "--seed", type=int, metavar="S", help="default: random")
     generate.add_argument("--json", action="store_true", help="last line: text and token ids")
-    generate.set_defaults(run=run_generate)
+    generate.set_defaults(
+        run=run_generate, prefix_cache=False
+    )  # one prompt has nobody to share with
 
     plan = commands.add_parser("plan", help="say which node would run which layers")
     add_plan_flags(plan)
@@ -125,35 +80,27 @@ def _text(argument: str) -> str:
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="a GGUF file (any part of a split one), or demo"
-    )
-    parser.add_argument("--stages", type=int, metavar="K", help="cut into K equal stages (1)")
-    parser.add_argument("--cuts", metavar="L[,L..]", help="cut before these layers, e.g. 5,11")
-    parser.add_argument(
-        "-c", "--ctx-size", type=int, default=DEFAULT_CELLS, metavar="N",
-        help="cells of the KV pool (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--kv", choices=KV_TYPES, default="q8_0", help="KV cache type (%(default)s)"
-    )
+    add_layout_flags(parser)
     parser.add_argument(
         "--exact", choices=("auto", "off"), default="auto",
         help="auto: kernels by which company cannot change a request's bytes; off: the fastest",
     )  # fmt: skip
     parser.add_argument(
-        "--allow-unproven", action="store_true",
-        help="take a model of unknown architecture for a dense one",
-    )  # fmt: skip
-    parser.add_argument("-t", "--threads", type=int, metavar="N", help="per stage (all cores)")
+        "-t", "--threads", type=int, metavar="N", help="per stage (its share of the cores)"
+    )
     parser.add_argument(
         "--address", metavar="RAY", help="Ray cluster to join (RAY_ADDRESS, else one of its own)"
     )
+    parser.add_argument(
+        "--spread", action="store_true",
+        help="each stage on a node of its own (default: on as few as they fit)",
+    )  # fmt: skip
     parser.add_argument("--mesh-name", default="skippy", metavar="NAME", help="(%(default)s)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and stage logs")
 
 
 def run_generate(args: argparse.Namespace) -> int:
+    from skippy_mesh.client import EngineClient
     from skippy_mesh.messages import Request, SamplingParams
     from stages.tokenizer import Tokenizer
 
@@ -171,7 +118,12 @@ def run_generate(args: argparse.Namespace) -> int:
         sampling=sampling,
         stop_token_ids=tokenizer.eog_ids,
     )
-    with open_mesh(args, model) as mesh, closing(client_of(mesh, max_open=1)) as client:
+    need_tokens = len(prompt) + args.max_tokens
+    with (
+        planned(args, model, lanes=1, need_tokens=need_tokens) as plan,
+        open_mesh(args, model, plan) as mesh,
+        closing(EngineClient(mesh.channel, max_model_len=mesh.max_model_len)) as client,
+    ):
         # A token may end inside a character: hold the bytes until it is whole.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces: list[str] = []
@@ -196,9 +148,9 @@ def run_generate(args: argparse.Namespace) -> int:
                     "finish_reason": reason,
                     "prompt_tokens": len(prompt),
                     "seed": seed,
-                    "cuts": list(cuts_of(args, model)),
-                    "exact": why_inexact(mesh.infos) is None,
-                    "why_inexact": why_inexact(mesh.infos),
+                    "cuts": list(plan.cuts),
+                    "exact": mesh.why_inexact is None,
+                    "why_inexact": mesh.why_inexact,
                     "profile": profile_text(mesh.infos),
                 }
             )
@@ -207,46 +159,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    from skippy_mesh.gateway.server import listen, serve
-    from stages.grammar_compiler import GrammarCompiler
-    from stages.tokenizer import Tokenizer
-
-    model = open_model(args.model, allow_unproven=args.allow_unproven)
-    cuts_of(args, model)
-    settings_of(args)
-    engine = "baseline" if args.engine == "baseline" else "mesh"
-    with ExitStack() as stack:
-        sock = stack.enter_context(listen(args.host, args.port))
-        model_name = "demo" if args.model == "demo" else model.paths[0].stem
-        telemetry = stack.enter_context(closing(telemetry_of(args, model, model_name, engine)))
-        tokenizer = Tokenizer(str(model.paths[0]))
-        grammars = stack.enter_context(closing(GrammarCompiler(str(model.paths[0]))))
-        print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
-        mesh = stack.enter_context(open_mesh(args, model, engine=engine))
-        telemetry.describe(
-            [info.capacity for info in mesh.infos],
-            terms=mesh.ceiling.terms,
-            binding=mesh.ceiling.binding,
-        )
-        limit = mesh.ceiling.value
-        max_queue = max(4 * limit, 16) if args.max_queue is None else args.max_queue
-        if max_queue < 0:
-            raise UsageError(f"--max-queue must be 0 or more, got {max_queue}")
-        client = client_of(mesh, max_open=limit + max_queue, telemetry=telemetry)
-        stack.enter_context(closing(client))
-        serve(
-            sock,
-            client,
-            tokenizer,
-            grammars,
-            model_name=model_name,
-            check_alive=lambda: mesh.check_alive() or client.problem(),
-            api_keys=[key for key in args.api_key.split(",") if key],
-            why_inexact=why_inexact(mesh.infos),
-            metrics=telemetry.render,
-            on_reject=telemetry.reject,
-            ready=functools.partial(ready_text, mesh, engine),
-        )
+    serve_model(args, open_model(args.model, allow_unproven=args.allow_unproven))
     return 0
 
 

@@ -1,8 +1,7 @@
 """The gateway's end of the engine: submit requests, get every step's report, hand out its events.
 
 The engine may be a thread of this process or an actor elsewhere; a :class:`Channel` hides which.
-Submitting is bounded: beyond the ceiling and the queue a request is refused at once, and a refused
-one has cost the engine nothing.
+How many may be submitted is not decided here: that is admission's.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from skippy_mesh.errors import QueueFullError, SkippyError
+from skippy_mesh.errors import SkippyError
 from skippy_mesh.messages import Request, StepReport, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -55,12 +54,22 @@ class ReportQueue:
             yield report
 
 
+class _Receiver:
+    def __init__(self, sink: Sink, on_start: Callable[[], object] | None):
+        self.sink = sink
+        self._on_start = on_start
+
+    def start(self) -> None:
+        on_start, self._on_start = self._on_start, None
+        if on_start is not None:
+            on_start()
+
+
 class EngineClient:
     """Submits to ``channel`` and passes each event to its request's sink, on a thread of its own.
 
-    ``max_open`` bounds the requests that run or wait. ``on_report`` gets every report first, on
-    the same thread; the last one ends what is open and knows no state. Any thread may call the
-    methods.
+    ``on_report`` gets every report first, on the same thread; the last one ends what is open and
+    knows no state. Any thread may call the methods.
     """
 
     def __init__(
@@ -68,15 +77,13 @@ class EngineClient:
         channel: Channel,
         *,
         max_model_len: int,
-        max_open: int,
         on_report: Callable[[StepReport], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.max_model_len = max_model_len
-        self._max_open = max_open
         self._channel = channel
         self._on_report = on_report
-        self._sinks: dict[str, Sink] = {}
+        self._receivers: dict[str, _Receiver] = {}
         self._lock = threading.Lock()
         self._end: str | None = None
         self._lost: str | None = None
@@ -87,29 +94,28 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        return len(self._sinks)
+        return len(self._receivers)
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Run ``request``; ``sink`` gets its events and must not block."""
+    def submit(
+        self, request: Request, sink: Sink, *, on_start: Callable[[], object] | None = None
+    ) -> None:
+        """Run ``request``. ``sink`` gets its events, and ``on_start`` is called when it leaves the
+        queue, with its first event at the latest; neither may block."""
         request.check_fits(self.max_model_len)
         with self._lock:
             if self._end is not None:
                 raise SkippyError(self._end)
-            if request.request_id in self._sinks:
+            if request.request_id in self._receivers:
                 raise SkippyError(f"request id {request.request_id} is already open")
-            if len(self._sinks) >= self._max_open:
-                raise QueueFullError(
-                    f"{len(self._sinks)} requests run or wait, and no more are let in: try later"
-                )
-            if not self._sinks:
+            if not self._receivers:
                 self._progress_s = self._clock()
             # Under the lock, or an abort could reach the engine first and be forgotten.
             self._channel.submit(request)
-            self._sinks[request.request_id] = sink
+            self._receivers[request.request_id] = _Receiver(sink, on_start)
 
     def abort(self, request_id: str) -> bool:
         """End a request within one step; False if it is not open."""
-        if request_id not in self._sinks:
+        if request_id not in self._receivers:
             return False
         self._channel.abort(request_id)
         return True
@@ -118,7 +124,7 @@ class EngineClient:
         """Why no request can succeed: the engine is lost, or has work and does not get on. None
         while all is well, and when it was closed."""
         silent_s = self._clock() - self._progress_s
-        if self._end is None and self._sinks and silent_s > STALL_S:
+        if self._end is None and self._receivers and silent_s > STALL_S:
             return f"no step has ended for {silent_s:.0f} s, with {self.num_open} requests open"
         return self._lost
 
@@ -155,7 +161,7 @@ class EngineClient:
             self._lost = reason = "the engine is lost"
         with self._lock:
             self._end = reason
-            left = list(self._sinks)
+            left = list(self._receivers)
         ends = [TokenEvent(request_id=r, finish_reason="error", error=reason) for r in left]
         self._deliver(StepReport(tuple(ends)))
 
@@ -165,17 +171,23 @@ class EngineClient:
                 self._on_report(report)
             except Exception:  # who only watches must not end requests
                 logger.exception("the observer of reports failed")
+        for request_id in report.admitted:
+            with self._lock:
+                receiver = self._receivers.get(request_id)
+            if receiver is not None:
+                receiver.start()
         for event in report.events:
             self._pass_on(event)
 
     def _pass_on(self, event: TokenEvent) -> None:
         with self._lock:
-            sink = self._sinks.get(event.request_id)
+            receiver = self._receivers.get(event.request_id)
             if event.finish_reason is not None:
-                self._sinks.pop(event.request_id, None)
-        if sink is None:
+                self._receivers.pop(event.request_id, None)
+        if receiver is None:
             return
+        receiver.start()
         try:
-            sink(event)
+            receiver.sink(event)
         except Exception:
             logger.exception("the receiver of request %s failed", event.request_id)

@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from skippy_mesh.config import KV_TYPES, NUM_SPARE_LANES
 from skippy_mesh.errors import UsageError
-from skippy_mesh.sizes import available_bytes, format_size, parse_size
+from skippy_mesh.planning import (
+    add_cache_flag,
+    add_layout_flags,
+    cluster_address,
+    costs_of_model,
+    nodes_of,
+    request_of,
+)
+from skippy_mesh.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from coordinator.ceiling import Term
@@ -20,29 +27,19 @@ if TYPE_CHECKING:
     from coordinator.planner import Plan
     from stages.gguf_file import ModelFile
 
-_FREE_PERCENT = 85
-"""Of this machine's free memory that a plan may use: the rest is for buffers not yet measured."""
-
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a GGUF file (any part of a split one), or demo")
+    add_layout_flags(parser)
     add(
         "--node", action="append", default=[], type=_node, metavar="NAME=BYTES[@RATE]",
         help="a machine and the memory a stage may take there, as 16GiB; with @50GB, how much it "
         "reads in a second. Repeat for more (default: 85 %% of this machine's free memory)",
     )  # fmt: skip
-    add("--address", metavar="RAY", help="plan for the nodes of this Ray cluster")
-    add("--stages", type=int, metavar="K", help="so many stages (default: as few as fit)")
-    add("--cuts", type=_cuts, metavar="L[,L..]", help="cut before these layers and no others")
-    add(
-        "-c", "--ctx-size", type=int, default=0, metavar="N",
-        help="cells of the KV pool (0: what fits, at most 131072)",
-    )  # fmt: skip
+    add("--address", metavar="RAY", help="plan for the nodes of this Ray cluster (RAY_ADDRESS)")
     add("--max-model-len", type=int, metavar="N", help="tokens one request may have")
     add("-np", "--parallel", type=int, metavar="N", help="lower the number of sessions at once")
-    add("--kv", choices=KV_TYPES, default="q8_0", help="KV cache type (%(default)s)")
-    add("--allow-unproven", action="store_true", help="take an unknown model for a dense one")
+    add_cache_flag(parser)
     add("--json", action="store_true", help="the plan as one JSON object")
     add("--debug", action="store_true", help="show tracebacks")
 
@@ -58,29 +55,13 @@ def _node(argument: str) -> Node:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _cuts(argument: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in argument.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"takes layers like 5,11, got {argument!r}") from None
-
-
 def show_plan(args: argparse.Namespace, model: ModelFile) -> int:
-    from coordinator.costs import costs_of
     from coordinator.planner import plan
-    from coordinator.request import PlanRequest
 
-    tensors = {tensor.name: tensor.num_bytes for tensor in model.tensors.values()}
-    costs = costs_of(model.family, model.facts, tensors, width=model.width, kv_type=args.kv)
-    request = PlanRequest(
-        context=args.max_model_len,
-        num_cells=args.ctx_size or None,
-        lanes=args.parallel,
-        cuts=args.cuts,
-        num_stages=args.stages,
-        reserved_ids=NUM_SPARE_LANES,
-    )
-    found = plan(costs, nodes_of(args), request)
+    costs = costs_of_model(model, args.kv)
+    request = request_of(args, lanes=args.parallel, context=args.max_model_len)
+    with _nodes(args) as nodes:
+        found = plan(costs, nodes, request)
     name = model.paths[0].name
     if args.json:
         print(json.dumps({"model": name, "kv_type": args.kv, **as_json(found)}))
@@ -89,25 +70,18 @@ def show_plan(args: argparse.Namespace, model: ModelFile) -> int:
     return 0
 
 
-def nodes_of(args: argparse.Namespace) -> Sequence[Node]:
+@contextmanager
+def _nodes(args: argparse.Namespace) -> Iterator[Sequence[Node]]:
     """Those named, else those of the cluster asked for, else this machine."""
     if args.node and args.address:
         raise UsageError("--node and --address both say which nodes there are: give one of them")
-    if args.address:
-        from coordinator.launch import cluster_nodes, ray_cluster
+    if args.node or not cluster_address(args):
+        yield args.node or nodes_of(args)
+        return
+    from coordinator.launch import ray_cluster
 
-        with ray_cluster(address=args.address, num_cpus=0, namespace="skippy"):
-            return cluster_nodes()
-    return args.node or [this_machine()]
-
-
-def this_machine() -> Node:
-    from coordinator.nodes import Node
-
-    free = available_bytes()
-    if free is None:
-        raise UsageError("this system does not tell its free memory: use --node NAME=BYTES")
-    return Node(platform.node() or "here", free * _FREE_PERCENT // 100)
+    with ray_cluster(address=args.address, num_cpus=0, namespace="skippy"):
+        yield nodes_of(args)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from skippy_mesh.errors import UsageError
 from skippy_mesh.messages import MAX_LANES
@@ -13,18 +15,32 @@ from skippy_mesh.messages import MAX_LANES
 MAX_THREADS = 512  # GGML_MAX_N_THREADS; more is a native assert
 EXACT_KV_TYPES = ("q8_0", "bf16")
 NUM_SPARE_LANES = 4  # a context keeps one for freed cells, up to three for rows that pad
+MAX_RESIDENTS = 64  # of the ids there are, for cached prefixes
+_MAX_STATE_RESIDENTS = 8
+MAX_PAD = 4  # rows a profile may pad a step to
 KV_TYPES = ("q8_0", "bf16", "f16", "f32")
 _BYTES_PER_32_VALUES = {"q8_0": 34, "bf16": 64, "f16": 64, "f32": 128}
 BYTES_PER_CELL = 48  # llama.cpp's own record of a cell: position, shift, 256 sequence bits
 _CELL_STEP = 256  # llama.cpp makes pools of multiples of it
 _SLACK = 8
+_KV_PERCENT = 85
 MAX_CELLS = 2**31 - 1
 """llama.cpp counts positions in 32 bits; more would wrap around to a small pool."""
+
+
+def num_residents(num_lanes: int, *, is_recurrent: bool) -> int:
+    """Ids for cached prefixes. They cost nothing, except where each brings recurrent states."""
+    return min(num_lanes // 4, _MAX_STATE_RESIDENTS) if is_recurrent else MAX_RESIDENTS
 
 
 def kv_bytes(kv_type: str, num_values: int) -> int:
     """What a cell takes for ``num_values`` of K or of V, in whole blocks of 32."""
     return -(-num_values // 32) * _BYTES_PER_32_VALUES[kv_type]
+
+
+def priced(kv_bytes: int) -> int:
+    """What a plan charges for cells: as if they filled so much of their part."""
+    return -(-kv_bytes * 100 // _KV_PERCENT)
 
 
 def whole_cells(num_cells: int) -> int:
@@ -43,8 +59,9 @@ def pool_size(num_cells: int, *, pad: int = 1) -> int:
 class ContextConfig:
     """The settings of one llama.cpp context. All stages of a mesh share them.
 
-    ``num_cells`` is one pool for all sequences, never divided by ``num_lanes``. ``max_rows`` is
-    both n_batch and n_ubatch: one step is one micro-batch, which exactness on CPU needs.
+    ``num_cells`` is one pool for all sequences, never divided by ``num_lanes``. ``num_residents``
+    more ids keep computed prefixes. ``max_rows`` is both n_batch and n_ubatch: one step is one
+    micro-batch, which exactness on CPU needs.
     ``kv_type`` q8_0 and flash attention (always on) make a row's attention independent of its
     company; f16, every peer's default, does not. ``exact`` False leaves llama.cpp alone: faster for
     some files, and a row's bits may then depend on the rows beside it.
@@ -52,6 +69,7 @@ class ContextConfig:
 
     num_cells: int = 4096
     num_lanes: int = 8
+    num_residents: int = 0
     max_rows: int = 512
     kv_type: str = "q8_0"
     num_threads: int = 1
@@ -60,10 +78,9 @@ class ContextConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.num_cells <= MAX_CELLS:
             raise UsageError(f"the context takes from 1 to {MAX_CELLS} cells, got {self.num_cells}")
-        if not 1 <= self.num_lanes <= MAX_LANES - NUM_SPARE_LANES:
-            raise UsageError(
-                f"lanes must be from 1 to {MAX_LANES - NUM_SPARE_LANES}, got {self.num_lanes}"
-            )
+        most = MAX_LANES - NUM_SPARE_LANES - self.num_residents
+        if not 1 <= self.num_lanes <= most:
+            raise UsageError(f"lanes must be from 1 to {most}, got {self.num_lanes}")
         if self.max_rows < 1:
             raise UsageError(f"a step needs at least 1 row, got {self.max_rows}")
         if not 1 <= self.num_threads <= MAX_THREADS:
@@ -75,6 +92,40 @@ class ContextConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeed:
+    """What a stage is charged for: ``weights`` and ``buffers`` whatever its context, ``per_cell``
+    and the ``kv_per_cell`` of its layers for each cell that is allocated, ``per_id`` for each
+    sequence id."""
+
+    weights: int
+    buffers: int
+    per_cell: int
+    kv_per_cell: int
+    per_id: int
+
+    def of(self, num_cells: int, num_lanes: int, num_residents: int = 0) -> int:
+        """Bytes in all."""
+        pool = pool_size(num_cells, pad=MAX_PAD)
+        num_bytes = self.weights + self.buffers + pool * self.per_cell
+        num_ids = num_lanes + num_residents + NUM_SPARE_LANES
+        return num_bytes + priced(pool * self.kv_per_cell) + num_ids * self.per_id
+
+    def fit(self, context: ContextConfig, free_bytes: int) -> ContextConfig | None:
+        """``context``, or the most of it that ``free_bytes`` hold: no cached prefixes and fewer
+        lanes where each brings states, then fewer cells. None if nothing does."""
+        num_lanes, kept = context.num_lanes, context.num_residents
+        if self.of(context.num_cells, num_lanes, kept) <= free_bytes:
+            return context
+        if self.per_id:
+            context = replace(context, num_residents=0)
+            short = max(self.of(context.num_cells, num_lanes) - free_bytes, 0)
+            num_lanes = max(num_lanes - -(-short // self.per_id), 1)
+        sizes = [*range(_CELL_STEP, context.num_cells, _CELL_STEP), context.num_cells]
+        at = bisect_right(sizes, free_bytes, key=lambda cells: self.of(cells, num_lanes))
+        return replace(context, num_cells=sizes[at - 1], num_lanes=num_lanes) if at else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
     """What a step of this model may hold.
 
@@ -83,12 +134,14 @@ class StepRules:
     neighbour would tear a chunk apart. Chunks are then multiples of ``chunk_multiple`` and the rest
     of a prompt goes row by row. Where ``replays_in_chunks`` is false, a generated token computed in
     a chunk would differ from the same token decoded, so it is recomputed as a single row, too.
+    ``prefix_rule`` says what may be shared: any common prefix, only a snapshot's, or none.
     """
 
     max_rows: int
     is_homogeneous: bool = False
     chunk_multiple: int = 1
     replays_in_chunks: bool = True
+    prefix_rule: Literal["any", "boundary", "none"] = "any"
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk_multiple <= self.max_rows:
@@ -112,6 +165,7 @@ class EngineSettings:
     inter_token_s: float = 0.2
     prefill_rows: int | None = None
     running: int | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for name, value in (("prefill rows", self.prefill_rows), ("running", self.running)):
@@ -125,7 +179,9 @@ class EngineSettings:
 class StageSpec:
     """One stage of a mesh: which layers of which file, and how to run them.
 
-    ``model_path`` must exist on the stage's own machine; the stage cuts its slice from it.
+    ``model_path`` must exist on the stage's own machine; the stage cuts its slice from it. With
+    ``need``, from its plan, a stage that finds less memory than that takes a smaller context; it
+    runs on the Ray node ``node_id``, wherever there is room without.
     """
 
     index: int
@@ -135,6 +191,8 @@ class StageSpec:
     end_layer: int
     context: ContextConfig
     allow_unproven: bool = False
+    need: MemoryNeed | None = None
+    node_id: str = ""
 
     @property
     def is_first(self) -> bool:

@@ -12,7 +12,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -120,6 +120,10 @@ class Engine:
         """End a request within one step. Any thread; unknown ids are no error."""
         self._commands.put(lambda: self._abort(request_id))
 
+    def abort_all(self) -> None:
+        """End everything open within one step. Any thread."""
+        self._commands.put(self.scheduler.abort_all)
+
     def close(self) -> None:
         """Abort everything open, free it on all stages and let :meth:`run` return. Any thread."""
         self._commands.put(None)
@@ -164,7 +168,7 @@ class Engine:
         if plan.parts:
             self._scheduler_s += self._clock() - answered_s
             step_s = answered_s - started_s
-            self._say(self._record(plan, result, step_s))
+            self._say(self._record(plan, result, step_s), admitted=plan.admitted)
             self._scheduler_s = 0.0
             self.scheduler.observe(plan, step_s=step_s, now_s=answered_s)
         else:  # ids have come back
@@ -199,15 +203,16 @@ class Engine:
             logger.error("stages hold %s, the ledger says %s: starting over", found, expected)
             self.scheduler.recover("a stage's memory is not what it should be")
 
-    def _say(self, record: StepRecord | None) -> None:
+    def _say(self, record: StepRecord | None, *, admitted: Sequence[str] = ()) -> None:
         events = self.scheduler.take_events()
         if record is not None:
-            self._report(StepReport(tuple(events), record))
+            self._report(StepReport(tuple(events), record, admitted=tuple(admitted)))
         elif events:
             self._report(StepReport(tuple(events), state=self.scheduler.snapshot()))
 
     def _record(self, plan: Plan, result: StepResult, step_s: float) -> StepRecord:
         num_recompute_output = plan.num_recompute_output
+        prefixes = self.scheduler.take_prefix_counts()
         return StepRecord(
             epoch=result.epoch,
             step_id=plan.step_id,
@@ -220,9 +225,11 @@ class Engine:
             decode_tokens=plan.num_decode,
             recompute_prompt_tokens=plan.num_recompute - num_recompute_output,
             recompute_output_tokens=num_recompute_output,
-            prefix_hits=0,
-            prefix_misses=0,
-            prefix_hit_tokens=0,
+            prefix_hits=prefixes.num_hits,
+            prefix_misses=prefixes.misses,
+            prefix_hit_tokens=prefixes.num_hit_tokens,
+            prefix_queried_tokens=prefixes.num_queried_tokens,
+            prefix_evictions=prefixes.evictions,
             batches_in_flight=len(self._pending) + 1,
             step_s=step_s,
             scheduler_s=self._scheduler_s,

@@ -4,13 +4,13 @@
 
     SkippyError                   exit 1, one line on stderr
     ├── UsageError                exit 2: the command line asks for something impossible
-    │   └── PlanError             the nodes cannot hold the model; what each lacks
+    ├── PlanError                 the nodes cannot hold the model; what each lacks
     ├── ModelFileError            the file is missing, truncated, not a GGUF, or cannot be sliced
     │   ├── UnsupportedModelError no proven way to cut this architecture
     │   └── NoSpaceError          the disk cannot hold the slice
     ├── RuntimeUnavailableError   llama.cpp or Ray does not work on this machine
     ├── RequestError              HTTP 400 or exit 2: it can never be served as it is
-    ├── QueueFullError            HTTP 429: too many are waiting, come back later
+    ├── CoordinatorLostError      HTTP 503: nobody can say who may come in; running ones go on
     ├── IdsExhaustedError         every sequence id is taken; the scheduler never gets here
     └── StageError                one step failed on one stage
         ├── InvalidBatchError     refused before the library saw it; nothing changed
@@ -35,7 +35,7 @@ class UsageError(SkippyError):
     exit_code = 2
 
 
-class PlanError(UsageError):
+class PlanError(SkippyError):
     """No plan. ``shortfalls`` are the bytes that each node by itself would have to gain for one."""
 
     def __init__(self, message: str, shortfalls: Mapping[str, int]):
@@ -74,7 +74,7 @@ class RequestError(SkippyError):
         self.code = code
 
 
-class QueueFullError(SkippyError):
+class CoordinatorLostError(SkippyError):
     pass
 
 

@@ -371,22 +371,3 @@ def legal_cuts(family: Family, facts: ModelFacts) -> list[int]:
             continue
         found.append(cut)
     return found
-
-
-def even_cuts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Cut ``num_layers`` into ``num_stages`` runs whose lengths differ by at most one.
-
-    Returns the ``num_stages - 1`` inner borders. The earlier stages are the longer ones: the last
-    stage also computes the output head.
-    """
-    if not 1 <= num_stages <= num_layers:
-        raise UsageError(
-            f"cannot cut {num_layers} layers into {num_stages} stages: "
-            f"choose from 1 to {num_layers}"
-        )
-    base, longer = divmod(num_layers, num_stages)
-    borders, at = [], 0
-    for stage in range(num_stages - 1):
-        at += base + (stage < longer)
-        borders.append(at)
-    return tuple(borders)

@@ -28,7 +28,8 @@ class Request:
     ``stop_token_ids`` end the sequence with reason ``stop``; they count as output and their text
     is not shown. ``session_id`` names the conversation it belongs to. Among waiting requests a
     lower ``priority`` goes first, where the ordering policy says so. Only requests of the same
-    ``namespace`` may share computed prefixes.
+    ``namespace`` share computed prefixes, and none at all unless it ``shares_prefix``. The first
+    ``history_end`` tokens are what the conversation's next prompt begins with, 0 if unknown.
     """
 
     request_id: str
@@ -37,6 +38,8 @@ class Request:
     session_id: str = ""
     priority: int = 0
     namespace: str = ""
+    shares_prefix: bool = True
+    history_end: int = 0
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
 
@@ -72,7 +75,8 @@ class TokenEvent:
 
     The last event of a request carries ``finish_reason``; ``error`` is set only with reason
     ``error``. ``token_id`` is None when the request ended without a new token; ``logprobs`` come
-    with it where the request asked for them.
+    with it where the request asked for them. ``num_cached`` tokens of its prompt did not have to be
+    computed.
     """
 
     request_id: str
@@ -80,6 +84,7 @@ class TokenEvent:
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +179,8 @@ class Snapshot:
 class StepRecord:
     """What one step was and what it cost; the per-step telemetry.
 
-    ``admitted``, ``resumed`` and ``preempted`` count this step's sequences. ``state`` is the
+    ``admitted``, ``resumed`` and ``preempted`` count this step's sequences; each admission is a
+    prefix hit or a miss for a reason, evictions have one, too. ``state`` is the
     scheduler's after the step. ``step_s`` is from plan to sampled tokens through all stages,
     ``scheduler_s`` the host's time to plan and commit.
     """
@@ -191,8 +197,10 @@ class StepRecord:
     recompute_prompt_tokens: int
     recompute_output_tokens: int
     prefix_hits: int
-    prefix_misses: int
+    prefix_misses: Mapping[str, int]
     prefix_hit_tokens: int
+    prefix_queried_tokens: int
+    prefix_evictions: Mapping[str, int]
     batches_in_flight: int
     step_s: float
     scheduler_s: float
@@ -208,10 +216,11 @@ class StepRecord:
 class StepReport:
     """The one message a step sends to the gateway.
 
-    ``record`` is None when no rows were run; ``state`` says then where the scheduler stands, None
-    if that is not known.
+    ``admitted`` are the requests that left the queue with it. ``record`` is None when no rows were
+    run; ``state`` says then where the scheduler stands, None if that is not known.
     """
 
     events: tuple[TokenEvent, ...]
     record: StepRecord | None = None
     state: Snapshot | None = None
+    admitted: tuple[str, ...] = ()

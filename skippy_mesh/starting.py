@@ -1,4 +1,4 @@
-"""From what the command line asks for to a running mesh: model, cuts, engine, client.
+"""From what the command line asks for to a running mesh: model, cuts, engine.
 
 Heavy imports (Ray, llama.cpp) happen inside the functions that need them.
 """
@@ -6,26 +6,21 @@ Heavy imports (Ray, llama.cpp) happen inside the functions that need them.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
-import itertools
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skippy_mesh import __version__
-from skippy_mesh.config import ContextConfig, EngineSettings, StageSpec, specs_of
-from skippy_mesh.errors import ModelFileError, UsageError
-from skippy_mesh.families import check_cuts, even_cuts
+from skippy_mesh.config import EngineSettings
+from skippy_mesh.errors import ModelFileError
+from skippy_mesh.planning import cluster_address, stage_specs
 from skippy_mesh.scheduler.policies import Policies
 
 if TYPE_CHECKING:
     from coordinator.launch import Mesh
-    from skippy_mesh.client import EngineClient
-    from skippy_mesh.telemetry import Telemetry
+    from coordinator.planner import Plan
     from stages.gguf_file import ModelFile
     from stages.worker import StageInfo
 
@@ -56,42 +51,6 @@ def demo_path() -> Path:
     )
 
 
-def cuts_of(args: argparse.Namespace, model: ModelFile) -> tuple[int, ...]:
-    """The inner borders that ``--cuts`` or ``--stages`` ask for."""
-    if args.cuts is None:
-        cuts = even_cuts(model.num_layers, 1 if args.stages is None else args.stages)
-        return check_cuts(model.family, model.facts, cuts)
-    try:
-        cuts = tuple(int(part) for part in args.cuts.split(","))
-    except ValueError:
-        raise UsageError(f"--cuts takes layer numbers like 5,11, got {args.cuts!r}") from None
-    if args.stages is not None and args.stages != len(cuts) + 1:
-        raise UsageError(f"--cuts {args.cuts} makes {len(cuts) + 1} stages, not {args.stages}")
-    return check_cuts(model.family, model.facts, cuts)
-
-
-def stage_specs(args: argparse.Namespace, model: ModelFile, *, num_lanes: int) -> list[StageSpec]:
-    context = ContextConfig(
-        num_cells=args.ctx_size,
-        num_lanes=num_lanes,
-        kv_type=args.kv,
-        exact=args.exact == "auto",
-        num_threads=(os.cpu_count() or 1) if args.threads is None else args.threads,
-    )
-    return specs_of(
-        model.paths[0].resolve(),
-        model.num_layers,
-        cuts_of(args, model),
-        context,
-        allow_unproven=args.allow_unproven,
-    )
-
-
-def why_inexact(infos: Sequence[StageInfo]) -> str | None:
-    """None if every stage's self-test passed, else the first stage's reason."""
-    return next((i.why_inexact for i in infos if i.why_inexact is not None), None)
-
-
 def profile_text(infos: Sequence[StageInfo]) -> str:
     """What exactness costs here: the kernels and the padding in use."""
     profile = infos[0].profile
@@ -108,6 +67,7 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
         inter_token_s=getattr(args, "inter_token_ms", 200.0) / 1000,
         prefill_rows=getattr(args, "pin_prefill_rows", None),
         running=getattr(args, "pin_running", None),
+        prefix_cache=args.prefix_cache,
     )
     Policies(ordering=settings.scheduling_policy, preemption=settings.preemption_policy)
     return settings
@@ -115,21 +75,19 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
 
 @contextmanager
 def open_mesh(
-    args: argparse.Namespace, model: ModelFile, *, engine: str = "mesh"
+    args: argparse.Namespace, model: ModelFile, plan: Plan, *, engine: str = "mesh"
 ) -> Iterator[Mesh]:
-    """Start the stages and the engine asked for: in this process, or several as Ray actors."""
-    from coordinator.ceiling import planned_lanes
+    """Start the stages planned and the engine asked for: in this process, or several as Ray
+    actors."""
     from coordinator.launch import mesh, ray_cluster
 
     settings = settings_of(args)
-    parallel = getattr(args, "parallel", 1)  # generate has one request
-    lanes = planned_lanes(args.ctx_size, is_recurrent=model.family.is_recurrent, parallel=parallel)
-    specs = stage_specs(args, model, num_lanes=1 if engine == "baseline" else lanes)
+    specs = stage_specs(args, model, plan)
     with ExitStack() as stack:
-        if len(specs) > 1:
+        if len(specs) > 1 and not cluster_address(args):
             num_cpus = sum(spec.context.num_threads for spec in specs)
             stack.enter_context(
-                ray_cluster(address=args.address, num_cpus=num_cpus, namespace=args.mesh_name)
+                ray_cluster(address=None, num_cpus=num_cpus, namespace=args.mesh_name)
             )
         if engine == "baseline":
             from bench.baseline import baseline_mesh
@@ -137,41 +95,14 @@ def open_mesh(
             yield stack.enter_context(baseline_mesh(specs, mesh_name=args.mesh_name))
         else:
             yield stack.enter_context(
-                mesh(specs, settings, mesh_name=args.mesh_name, parallel=parallel)
+                mesh(
+                    specs,
+                    settings,
+                    mesh_name=args.mesh_name,
+                    planned=plan.ceiling,
+                    spread=args.spread,
+                )
             )
-
-
-def client_of(mesh: Mesh, *, max_open: int, telemetry: Telemetry | None = None) -> EngineClient:
-    from skippy_mesh.client import EngineClient
-
-    return EngineClient(
-        mesh.channel,
-        max_model_len=mesh.max_model_len,
-        max_open=max_open,
-        on_report=None if telemetry is None else telemetry.observe,
-    )
-
-
-def telemetry_of(
-    args: argparse.Namespace, model: ModelFile, model_name: str, engine: str
-) -> Telemetry:
-    """What ``/metrics`` and ``--step-log`` show; an unwritable log is found here."""
-    from skippy_mesh.step_log import StepLog
-    from skippy_mesh.telemetry import Telemetry
-
-    borders = (0, *cuts_of(args, model), model.num_layers)
-    build = {
-        "version": __version__,
-        "llama_cpp": importlib.metadata.version("llama-cpp-python"),
-        "backend": "cpu",
-        "layout": ",".join(f"{lo}:{hi}" for lo, hi in itertools.pairwise(borders)),
-    }
-    return Telemetry(
-        model_name=model_name,
-        build=build,
-        step_log=None if args.step_log is None else StepLog(args.step_log),
-        counts_steps=engine != "baseline",
-    )
 
 
 _READY = """\
@@ -189,7 +120,7 @@ _ENGINES = {
 
 
 def ready_text(mesh: Mesh, engine: str, url: str) -> str:
-    reason = why_inexact(mesh.infos)
+    reason = mesh.why_inexact
     return _READY.format(
         url=url,
         num_stages=len(mesh.infos),

@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class StepLog:
-    """A new file at ``path``; :class:`UsageError` if there can be none.
+    """A new file at ``path``, or the one that is there; :class:`UsageError` if there can be none.
 
     Every line is written at once and whole, so that whoever follows the file sees complete steps.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, is_new: bool = True):
         self._path = path
         try:
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+            self._file = open(path, "wb" if is_new else "ab", buffering=0)  # noqa: SIM115
         except (OSError, ValueError) as error:  # a NUL byte in the path is a ValueError
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"cannot write the step log {str(path)!r}: {reason}") from error
@@ -86,7 +86,7 @@ def step_line(
         "recompute_tokens": record.recompute_prompt_tokens + record.recompute_output_tokens,
         "kv": [dict(cells(stage, state)) for stage in stages],
         "prefix_hits": record.prefix_hits,
-        "prefix_misses": record.prefix_misses,
+        "prefix_misses": sum(record.prefix_misses.values()),
         "prefix_hit_tokens": record.prefix_hit_tokens,
         "step_ms": _ms(record.step_s),
         "plan_ms": _ms(record.scheduler_s),

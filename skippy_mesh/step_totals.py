@@ -5,6 +5,7 @@ Plain additions on one thread; :class:`skippy_mesh.telemetry.Telemetry` holds th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from skippy_mesh.exposition import Histogram, Page, Sample, by
@@ -29,7 +30,10 @@ class StepTotals:
         self._recomputed: dict[str, float] = {"prompt": 0, "output": 0}
         self._admitted: dict[str, float] = {"new": 0, "resume": 0}
         self._preempted: dict[str, float] = {"memory": 0}
-        self._num_hits = self._num_misses = self._num_hit_tokens = 0
+        self._num_hits = 0
+        self._misses = Counter({"cold": 0, "boundary": 0, "off": 0})
+        self._evictions = Counter({"deficit": 0, "cap": 0})
+        self._prefix_tokens: dict[str, float] = {"hit": 0, "queried": 0}
         self._rows = Histogram(STEP_ROWS)
         self._step_s = Histogram(DURATIONS_S)
         self._scheduler_s = Histogram(DURATIONS_S)
@@ -54,8 +58,10 @@ class StepTotals:
         self._admitted["resume"] += record.resumed
         self._preempted["memory"] += record.preempted
         self._num_hits += record.prefix_hits
-        self._num_misses += record.prefix_misses
-        self._num_hit_tokens += record.prefix_hit_tokens
+        self._misses.update(record.prefix_misses)
+        self._evictions.update(record.prefix_evictions)
+        self._prefix_tokens["hit"] += record.prefix_hit_tokens
+        self._prefix_tokens["queried"] += record.prefix_queried_tokens
         self._rows.add(record.num_rows)
         self._step_s.add(record.step_s)
         self._scheduler_s.add(record.scheduler_s)
@@ -105,14 +111,20 @@ class StepTotals:
             "prefix_shares", "Admissions that could, or could not, share a computed prefix",
             [
                 ({"result": "hit", "kind": kind}, self._num_hits),
-                ({"result": "miss", "kind": "none"}, self._num_misses),
+                ({"result": "miss", "kind": "none"}, sum(self._misses.values())),
             ],
         )  # fmt: skip
         page.counter(
-            "prefix_tokens",
-            "Prompt tokens found computed",
-            by("result", {"hit": self._num_hit_tokens}),
+            "prefix_misses", "Admissions that share nothing, by why", by("reason", self._misses)
         )
+        page.counter(
+            "prefix_tokens", "Tokens found computed, and tokens looked up",
+            by("result", self._prefix_tokens),
+        )  # fmt: skip
+        page.counter(
+            "prefix_evictions", "Cached prefixes dropped: others needed the room, or the cache "
+            "had its share", by("reason", self._evictions),
+        )  # fmt: skip
 
 
 def counted_waits(record: StepRecord, before: Snapshot | None) -> tuple[float, ...]:

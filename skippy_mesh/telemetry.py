@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol, get_args
 
 from skippy_mesh.exposition import Labels, Page, by, only
@@ -20,8 +20,9 @@ from skippy_mesh.step_totals import STORES, StepTotals, cells, counted_waits, ha
 WAIT_REASONS = ("memory", "lane", "order", "preempted")
 REFUSALS = (
     "invalid_json", "invalid_value", "unsupported_parameter", "template_error",
-    "context_length_exceeded", "invalid_api_key", "request_too_large", "queue_full", "loading",
-    "draining", "stage_unavailable",
+    "context_length_exceeded", "invalid_api_key", "request_too_large", "queue_full",
+    "queue_tokens_full", "queue_timeout", "loading", "draining", "stage_unavailable",
+    "coordinator_lost",
 )  # fmt: skip
 """Codes known to the gateway; another one is counted all the same."""
 
@@ -43,7 +44,8 @@ class Telemetry:
     """Fed with reports on one thread, read on any.
 
     ``build`` are the labels of ``build_info``. ``counts_steps`` is false for an engine that keeps
-    no step records: what only they could tell stays off the page.
+    no step records: what only they could tell stays off the page. ``oldest_waiting_s`` is how long
+    the first request in the queue has been there, ``silent_stages`` are those that do not answer.
     """
 
     def __init__(
@@ -53,12 +55,16 @@ class Telemetry:
         build: Labels | None = None,
         step_log: StepLog | None = None,
         counts_steps: bool = True,
+        oldest_waiting_s: Callable[[], float | None] = lambda: None,
+        silent_stages: Callable[[], Container[int] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._model_name = model_name
         self._build = build
         self._log = step_log
         self._clock = clock
+        self._oldest_waiting_s = oldest_waiting_s
+        self._silent_stages = silent_stages
         self._lock = threading.Lock()
         self._steps = StepTotals() if counts_steps else None
         self._finished: dict[str, float] = dict.fromkeys(get_args(FinishReason), 0)
@@ -108,6 +114,11 @@ class Telemetry:
         with self._lock:
             self._rejected[code] = self._rejected.get(code, 0) + 1
 
+    @property
+    def state(self) -> Snapshot | None:
+        """Where the scheduler stood after the last step; None if that is not known."""
+        return self._state
+
     def render(self) -> bytes:
         """The page, as of now."""
         page = Page({"model_name": self._model_name})
@@ -116,6 +127,7 @@ class Telemetry:
             self._add_requests(page)
             if self._steps is not None:
                 self._steps.add_to(page, is_recurrent=any(s.recurrent for s in self._stages))
+            self._add_queue(page)
             if self._state is not None:
                 self._add_state(page, self._state)
         return page.text()
@@ -165,6 +177,15 @@ class Telemetry:
             by("reason", self._rejected),
         )  # fmt: skip
 
+    def _add_queue(self, page: Page) -> None:
+        if (age_s := self._oldest_waiting_s()) is not None:
+            page.gauge("queue_oldest_seconds", "Age of the first in the queue", only(age_s))
+        if (silent := self._silent_stages()) is not None:
+            page.gauge(
+                "stage_up", "Whether the stage answers",
+                [({"stage": str(i)}, i not in silent) for i in range(len(self._stages))],
+            )  # fmt: skip
+
     def _add_state(self, page: Page, state: Snapshot) -> None:
         page.gauge("requests_running", "Requests in the running set", only(state.running))
         page.gauge(
@@ -197,13 +218,9 @@ class Telemetry:
 
 
 def _idle(stages: Sequence[Capacity]) -> Snapshot:
-    least: dict[str, int] = {}
-    for stage in stages:
-        for component, size in stage.by_component().items():
-            least[component] = min(size, least.get(component, size))
     return Snapshot(
         running=0,
         waiting=dict.fromkeys(WAIT_REASONS, 0),
         waiting_tokens=0,
-        components=Ledger(Capacity(**least)).snapshot(),
+        components=Ledger(Capacity.least(stages)).snapshot(),
     )

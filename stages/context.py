@@ -103,8 +103,8 @@ class StageContext:
         last = "" if is_last else f"l_out-{(stop_after_layers or self.num_layers) - 1}"
         self._tap = _new_tap(last, restored) if last or restored else None
         # Beside the lanes: the grave of stages/memory.py, then the lanes of padding rows.
-        self.num_lanes = config.num_lanes
-        self._scratch_lanes = range(config.num_lanes + 1, config.num_lanes + profile.pad)
+        self.num_lanes = config.num_lanes + config.num_residents
+        self._scratch_lanes = range(self.num_lanes + 1, self.num_lanes + profile.pad)
         rss_before = _rss_bytes()
         try:
             self._context = self._new_context(config)
@@ -121,10 +121,11 @@ class StageContext:
         self.max_rows = min(config.max_rows, native_rows - native_rows % profile.pad)
         self._lanes = LaneMemory(
             self._context,
-            num_lanes=config.num_lanes,
+            num_lanes=self.num_lanes,
             num_cells=self.num_cells,
             pool_size=pool,
             is_recurrent=is_recurrent,
+            window=llama_cpp.llama_model_n_swa(self._model),
         )
         self.native_s = 0.0  # spent inside llama_decode, in all
         self.num_decodes = 0
@@ -236,7 +237,7 @@ class StageContext:
         params = llama_cpp.llama_context_default_params()
         pad = self._profile.pad
         params.n_ctx = pool_size(config.num_cells, pad=pad)
-        params.n_seq_max = config.num_lanes + pad  # the lanes, the grave, and padding's
+        params.n_seq_max = self.num_lanes + pad  # the lanes, the grave, and padding's
         num_rows = max(config.max_rows, params.n_seq_max)  # fewer are a native assert
         params.n_batch = params.n_ubatch = num_rows + -num_rows % pad
         # A window pool that recycles cells would not keep them in order (stages/memory.py).

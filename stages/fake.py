@@ -7,12 +7,13 @@ parameters, so a wrong, missing or foreign row changes the text that comes out.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import re
 import zlib
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from skippy_mesh.errors import InvalidBatchError, NoRoomError, RequestError, StepOrderError
@@ -25,6 +26,7 @@ from skippy_mesh.messages import (
     StepResult,
     TokenLogprobs,
 )
+from skippy_mesh.scheduler.holdings import Holdings
 from skippy_mesh.scheduler.memory import CELL_COMPONENTS, Capacity
 
 BOS, EOS, IM_START, IM_END = range(256, 260)
@@ -95,6 +97,7 @@ class FakeStage:
         self._step_id = 0
         self._params: dict[int, SamplingParams] = {}
         self._pasts: dict[int, tuple[History, int]] = {}  # and how often the lane has drawn
+        self._holdings = Holdings()
         self.histories: dict[int, list[int]] = {}
 
     def apply(self, batch: StepBatch) -> Drawings:
@@ -102,36 +105,49 @@ class FakeStage:
         if batch.epoch > self._epoch:
             self._epoch, self._step_id = batch.epoch, 0
             self.histories, self._params, self._pasts = {}, {}, {}
+            self._holdings = Holdings()
         if (batch.epoch, batch.step_id) != (self._epoch, self._step_id):
             raise StepOrderError(
                 f"expected epoch {self._epoch} step {self._step_id}, "
                 f"got epoch {batch.epoch} step {batch.step_id}"
             )
         # Built aside and kept only if the whole batch is sound.
-        histories = dict(self.histories)
+        histories, holdings = dict(self.histories), copy.deepcopy(self._holdings)
         for operation in batch.operations:
-            _apply(operation, histories)
+            self._check_whole(operation, histories)
+            _apply(operation, histories, holdings)
         params = {**self._params, **batch.new_lanes}
         pasts = {lane: p for lane, p in self._pasts.items() if lane not in batch.new_lanes}
         pasts |= {lane: (past, 0) for lane, past in batch.histories.items()}
         drawings = _run_rows(batch, histories, params, pasts)
+        for lane, num_rows in Counter(batch.lanes).items():
+            holdings.grow(lane, num_rows)
         histories = {lane: tokens for lane, tokens in histories.items() if tokens}
-        self._check_room(histories)
-        self.histories = histories
+        self._check_room(histories, holdings)
+        self.histories, self._holdings = histories, holdings
         self._params = {lane: p for lane, p in params.items() if lane not in batch.forgotten_lanes}
         self._pasts = pasts
         self._step_id += 1
         return drawings
 
-    def _check_room(self, histories: dict[int, list[int]]) -> None:
+    def _check_whole(
+        self, operation: Copy | Remove, histories: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Recurrent memory has the state of its last position and no other."""
+        if isinstance(operation, Copy) and self._capacity and self._capacity.recurrent:
+            end = len(histories.get(operation.src, ()))
+            if operation.p1 != end:
+                raise InvalidBatchError(f"lane {operation.src} has the state of {end - 1} alone")
+
+    def _check_room(self, histories: Mapping[int, Sequence[int]], holdings: Holdings) -> None:
         if self._capacity is None:
             return
-        if any(lane >= self._capacity.lanes for lane in histories):
-            raise InvalidBatchError(f"a lane is not in [0, {self._capacity.lanes})")
-        num_cells = sum(map(len, histories.values()))
+        num_ids = self._capacity.lanes + self._capacity.residents
+        if any(lane >= num_ids for lane in histories):
+            raise InvalidBatchError(f"a lane is not in [0, {num_ids})")
         for name, size in self._capacity.by_component().items():
-            need = num_cells if name in CELL_COMPONENTS else len(histories)
-            if need > size:
+            need = holdings.num_used if name in CELL_COMPONENTS else len(histories)
+            if need > (num_ids if name == "lanes" else size):
                 raise NoRoomError(f"{need} of {name} are needed and there are {size}")
 
 
@@ -307,17 +323,21 @@ def _outputs_since(history: Sequence[int], past: History, num_drawn: int) -> int
     return len(outputs)
 
 
-def _apply(operation: Copy | Remove, histories: dict[int, list[int]]) -> None:
+def _apply(operation: Copy | Remove, histories: dict[int, list[int]], holdings: Holdings) -> None:
     match operation:
         case Copy(src, dst, p0, p1):
-            if p0 != 0 or not p1 <= len(histories.get(src, ())):
-                raise InvalidBatchError(f"lane {src} has no positions [{p0}, {p1}) to copy")
+            if p0 != 0 or not p1 <= len(histories.get(src, ())) or histories.get(dst):
+                raise InvalidBatchError(
+                    f"cannot copy positions [{p0}, {p1}) of lane {src} to lane {dst}"
+                )
             histories[dst] = histories[src][:p1]
+            holdings.share(src, dst, p1)
         case Remove(lane, p0, p1):
             history = histories.get(lane, [])
             if p1 != -1 and p1 < len(history):
                 raise InvalidBatchError(f"removing [{p0}, {p1}) leaves a hole in lane {lane}")
             histories[lane] = history[:p0]
+            holdings.cut(lane, len(histories[lane]))
 
 
 class FakeTokenizer:

@@ -23,6 +23,7 @@ class StageHead:
     def __init__(self, spec: StageSpec):
         self._worker = StageWorker(spec)
         self._reports = ReportQueue()
+        self._has_reader = False
         self._engine: Engine | None = None
 
     def __repr__(self) -> str:
@@ -34,7 +35,7 @@ class StageHead:
     def prepare(self, plan: EnginePlan, actors: Sequence[Any] = ()) -> None:
         """Build the engine over this stage and the ``actors`` of those behind it."""
         pipeline = HeadPipeline(self._worker, actors)
-        self._engine = Engine(plan.scheduler(), pipeline, self._reports.put)
+        self._engine = Engine(plan.scheduler(), pipeline, self._report)
 
     def serve(self) -> None:
         """Run until :meth:`close`."""
@@ -54,15 +55,27 @@ class StageHead:
         self._prepared().close()
 
     def reports(self) -> Iterator[StepReport]:
-        """Every step's report, until the engine has ended."""
+        """Every step's report, until the engine has ended or another reads. Who comes second finds
+        the requests of the first one ended: nobody is left to hear of them."""
+        if self._has_reader:
+            before, self._reports = self._reports, ReportQueue()
+            before.close()
+            self._prepared().abort_all()
+        self._has_reader = True
         yield from self._reports
 
     def info(self) -> StageInfo | None:
         return self._worker.info()
 
+    def node(self) -> str:
+        return self._worker.node()
+
     def problem(self) -> str | None:
         """Why no step can succeed any more, None while all is well."""
         return self._prepared().problem
+
+    def _report(self, report: StepReport) -> None:
+        self._reports.put(report)
 
     def _prepared(self) -> Engine:
         if self._engine is None:

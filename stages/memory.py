@@ -7,7 +7,8 @@ bits would change. Three rules keep every lane in order of its positions:
 
 * a freed cell stays taken: it goes to one spare lane, the grave, so new cells only come on top;
 * when the top is reached, or more cells are dead than alive, the pool is compacted: the living are
-  saved, the pool is cleared, and they are written back, each in one run;
+  saved, the pool is cleared, and they are written back, a prefix that lanes share once and below
+  what each of them goes on with;
 * padding rows come last in their step and are wiped at once, so they are the topmost cells.
 
 All of it is a matter of one pool: stages need not agree on when they compact.
@@ -15,13 +16,16 @@ All of it is a matter of one pool: stages need not agree on when they compact.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import llama_cpp
 
 from skippy_mesh.errors import DecodeError, InvalidBatchError, NoRoomError
 from skippy_mesh.messages import Copy, Remove
+from skippy_mesh.scheduler.holdings import Holdings
 
 _FEW_CELLS = 512
 """So many dead cells are never worth a compaction."""
@@ -32,10 +36,18 @@ class LaneMemory:
     ``num_cells`` of the ``pool_size``: the rest is for padding and for the dead.
 
     ``is_recurrent`` memory keeps one state per lane: it can be copied only whole and cut nowhere.
+    ``window`` is how far back a windowed layer looks, 0 if there is none.
     """
 
     def __init__(
-        self, context: int, *, num_lanes: int, num_cells: int, pool_size: int, is_recurrent: bool
+        self,
+        context: int,
+        *,
+        num_lanes: int,
+        num_cells: int,
+        pool_size: int,
+        is_recurrent: bool,
+        window: int = 0,
     ):
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
@@ -43,47 +55,57 @@ class LaneMemory:
         self._num_cells = num_cells
         self._pool_size = pool_size
         self._is_recurrent = is_recurrent
+        self._max_piece = window - 1 if window else pool_size
         self.next_positions = [0] * num_lanes
+        self._holdings = Holdings()
         self.num_compactions = 0
         self._top = 0  # cells below this one have been handed out since the last compaction
 
     def check_room(self, num_rows: int, operations: Sequence[Copy | Remove] = ()) -> None:
-        """:class:`NoRoomError` unless ``num_rows`` fit once ``operations`` are done. Cells that
-        lanes share count for each of them, because a compaction writes them so."""
-        ends = dict(enumerate(self.next_positions))
-        for operation in operations:
-            if isinstance(operation, Copy):
-                ends[operation.dst] = operation.p1
-            else:
-                ends[operation.lane] = min(ends.get(operation.lane, 0), max(operation.p0, 0))
-        num_live = sum(ends.values())
+        """:class:`NoRoomError` unless ``num_rows`` fit once ``operations`` are done."""
+        num_live = self._holdings.num_used
+        if num_live + num_rows > self._num_cells and operations:
+            num_live = self._num_live_after(operations)
         if num_live + num_rows > self._num_cells:
             raise NoRoomError(
                 f"no room for {num_rows} rows: {num_live} of {self._num_cells} cells are in use"
             )
+
+    def _num_live_after(self, operations: Sequence[Copy | Remove]) -> int:
+        """Cells in use behind ``operations``; those that cannot be done are refused later."""
+        holdings = copy.deepcopy(self._holdings)
+        for operation in operations:
+            if isinstance(operation, Remove):
+                end = min(max(operation.p0, 0), holdings.held(operation.lane))
+                holdings.cut(operation.lane, end)
+            elif not holdings.held(operation.dst):
+                end = min(operation.p1, holdings.held(operation.src))
+                holdings.share(operation.src, operation.dst, end)
+        return holdings.num_used
 
     def reserve(self, num_rows: int, num_padding: int) -> None:
         """Make sure the rows and their padding fit on top; :class:`NoRoomError`, and nothing
         changed, if not."""
         self.check_room(num_rows)
         # Attention walks over every cell below the top, the dead ones too.
-        num_dead = self._top - sum(self.next_positions)
+        num_live = self._holdings.num_used
         if (
             self._top + num_rows + num_padding > self._pool_size
-            or num_dead > sum(self.next_positions) + _FEW_CELLS
+            or self._top - num_live > num_live + _FEW_CELLS
         ):
             self._compact()
 
     def advance(self, reached: Mapping[int, int], num_rows: int) -> None:
         """Note that a step of ``num_rows`` rows has brought lanes to their next positions."""
         for lane, position in reached.items():
+            self._holdings.grow(lane, position - self.next_positions[lane])
             self.next_positions[lane] = position
         self._top += num_rows
 
     def wipe(self, lanes: Sequence[int]) -> None:
         """Free padding rows: the topmost cells, so really freed."""
         for lane in lanes:
-            llama_cpp.llama_memory_seq_rm(self._memory, lane, -1, -1)
+            self._drop(lane)
 
     def apply(self, operation: Copy | Remove) -> None:
         """Run one operation; :class:`InvalidBatchError`, and nothing changed, if it cannot be."""
@@ -95,7 +117,8 @@ class LaneMemory:
     def forget(self, lane: int) -> None:
         """Free all that ``lane`` holds, whatever state it is in."""
         llama_cpp.llama_memory_seq_cp(self._memory, lane, self._grave, -1, -1)
-        llama_cpp.llama_memory_seq_rm(self._memory, lane, -1, -1)
+        self._drop(lane)
+        self._holdings.cut(lane, 0)
         self.next_positions[lane] = 0
         if not any(self.next_positions):
             self.clear()
@@ -103,6 +126,7 @@ class LaneMemory:
     def clear(self) -> None:
         llama_cpp.llama_memory_clear(self._memory, False)
         self.next_positions = [0] * len(self.next_positions)
+        self._holdings = Holdings()
         self._top = 0
 
     def positions(self, lane: int) -> tuple[int, int]:
@@ -129,6 +153,7 @@ class LaneMemory:
         llama_cpp.llama_memory_seq_cp(self._memory, lane, self._grave, p0, -1)
         if not llama_cpp.llama_memory_seq_rm(self._memory, lane, p0, -1):
             raise InvalidBatchError(f"llama.cpp cannot remove positions from {p0} of lane {lane}")
+        self._holdings.cut(lane, p0)
         self.next_positions[lane] = p0
 
     def _copy(self, operation: Copy) -> None:
@@ -155,27 +180,57 @@ class LaneMemory:
             raise InvalidBatchError(
                 f"copying [{p0}, {p1}) of lane {src} left lane {dst} with positions {found}"
             )
+        self._holdings.share(src, dst, p1)
         self.next_positions[dst] = p1
 
     def _compact(self) -> None:
-        """Write every living lane back in one run, lowest cells first."""
+        """Write every living cell back, lowest cells first, each lane's in order.
+
+        A piece goes through the grave, which is empty meanwhile, because llama.cpp saves and
+        restores whole lanes. It leaves out what a lane's window has passed, so no piece is longer
+        than that. A recurrent lane's state comes along with each of its pieces and is right with
+        the last one, which is why a piece is saved from a lane that ends there, if any does.
+        """
+        holdings, ends = self._holdings, self.next_positions
+        pieces = [part for piece in holdings.pieces() for part in piece.parts(self._max_piece)]
+        self._drop(self._grave)
         saved = []
-        for lane, end in enumerate(self.next_positions):
-            if end:
-                size = llama_cpp.llama_state_seq_get_size(self._context, lane)
-                data = (ctypes.c_uint8 * size)()
-                llama_cpp.llama_state_seq_get_data(self._context, data, size, lane)
-                saved.append((lane, end, data, size))
+        for piece in pieces:
+            owner = next((lane for lane in piece.lanes if ends[lane] == piece.end), piece.lanes[0])
+            llama_cpp.llama_memory_seq_cp(self._memory, owner, self._grave, piece.start, piece.end)
+            saved.append(self._save(self._grave))
+            self._drop(self._grave)
         self.clear()
-        lost = []
-        for lane, end, data, size in saved:
-            if llama_cpp.llama_state_seq_set_data(self._context, data, size, lane) == size:
-                self.advance({lane: end}, end)
-            else:
-                lost.append(lane)
+        lost: set[int] = set()
+        for piece, data in zip(pieces, saved, strict=True):
+            if not self._restore(self._grave, data):
+                lost.update(piece.lanes)
+                continue
+            for lane in piece.lanes:
+                llama_cpp.llama_memory_seq_cp(
+                    self._memory, self._grave, lane, piece.start, piece.end
+                )
+            self._drop(self._grave)
+            self._top += piece.end - piece.start
+        self._holdings, self.next_positions = holdings, ends
         self.num_compactions += 1
+        for lane in lost:
+            self.forget(lane)
         if lost:
-            raise DecodeError(f"compacting lost lanes {lost}", tuple(lost))
+            raise DecodeError(f"compacting lost lanes {sorted(lost)}", tuple(sorted(lost)))
+
+    def _save(self, lane: int) -> Any:
+        size = llama_cpp.llama_state_seq_get_size(self._context, lane)
+        data = (ctypes.c_uint8 * size)()
+        llama_cpp.llama_state_seq_get_data(self._context, data, size, lane)
+        return data
+
+    def _restore(self, lane: int, data: Any) -> bool:
+        size = len(data)
+        return bool(llama_cpp.llama_state_seq_set_data(self._context, data, size, lane) == size)
+
+    def _drop(self, lane: int) -> None:
+        llama_cpp.llama_memory_seq_rm(self._memory, lane, -1, -1)
 
     def _check_lane(self, lane: int) -> None:
         if not 0 <= lane < len(self.next_positions):

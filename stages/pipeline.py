@@ -21,6 +21,8 @@ from skippy_mesh.wire import Hidden, encode_activations, encode_step
 from stages.batch import Floats
 from stages.worker import StageInfo, StageTimes, StageWorker
 
+_SILENCE_S = 3.0
+
 
 @dataclass(frozen=True, slots=True)
 class Done:
@@ -159,14 +161,17 @@ class RemoteHead:
             raise StageLostError(f"stage 0 is lost ({type(error).__name__})") from error
 
 
-def check_alive(actors: Sequence[Any], *, first_index: int = 0) -> str | None:
-    """None if every stage's actor answers, else which one does not."""
-    for index, actor in enumerate(actors, first_index):
+def silent_stages(actors: Sequence[Any], *, first_index: int = 0) -> dict[int, str]:
+    """The stages whose actors do not answer, and what is wrong with each."""
+    refs = [actor.info.remote() for actor in actors]
+    ray.wait(refs, num_returns=len(refs), timeout=_SILENCE_S)
+    silent = {}
+    for index, ref in enumerate(refs, first_index):
         try:
-            ray.get(actor.info.remote(), timeout=3)
+            ray.get(ref, timeout=0)
         except (ray.exceptions.RayError, TimeoutError) as error:
-            return f"stage {index} does not answer ({type(error).__name__})"
-    return None
+            silent[index] = f"stage {index} does not answer ({type(error).__name__})"
+    return silent
 
 
 def _chain(actors: Sequence[Any], method: str, batch: StepBatch, output: Any) -> Any:
@@ -186,9 +191,9 @@ def _get(refs: Any, actors: Sequence[Any], *, first_index: int = 0) -> Any:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
         if isinstance(cause, SkippyError):
             raise cause from error
-        lost = check_alive(actors, first_index=first_index)
-        if lost is not None:
-            raise StageLostError(lost) from error
+        lost = silent_stages(actors, first_index=first_index)
+        if lost:
+            raise StageLostError(next(iter(lost.values()))) from error
         raise StageError(f"a stage failed: {type(cause).__name__}: {first_line(cause)}") from error
 
 

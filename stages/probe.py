@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_COMMAND = (sys.executable, "-m", "stages.probe_child")
 _TIMEOUT_S = 120
+_VERSION = "2"  # of what the probe does: an older verdict is not taken for a new one
 
 
 def can_repack(command: Sequence[str] = PROBE_COMMAND) -> bool:
@@ -34,7 +35,7 @@ def can_repack(command: Sequence[str] = PROBE_COMMAND) -> bool:
 
     Raises :class:`RuntimeUnavailableError` if it works neither way.
     """
-    key = hashlib.sha256("\n".join((machine_key(), *command)).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join((_VERSION, machine_key(), *command)).encode()).hexdigest()[:16]
     memo = cache_dir() / "probe" / f"{key}.json"
     try:
         return bool(json.loads(memo.read_text())["can_repack"])

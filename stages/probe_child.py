@@ -58,8 +58,9 @@ def main(mode: str) -> int:
             flags = [True] * _ROWS
             context.decode(Rows([0] * _ROWS, range(_ROWS), flags, rows))
             logits = context.decode(Rows([0], [_ROWS], [True], rows[:1]))
-            context.close()
-            if not np.isfinite(logits).all():
+            is_finite = np.isfinite(logits).all()
+            context.close()  # the logits are the context's own
+            if not is_finite:
                 print(f"{quantisation} weights gave values that are not finite", file=sys.stderr)
                 return 1
     return 0

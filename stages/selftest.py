@@ -122,7 +122,9 @@ def verdict(
         return known["failure"]
     crowds = RECURRENT_CROWDS if is_recurrent else CROWDS
     num_lanes = max(crowds) + 2  # the subject, its company, and one that leaves
-    config = replace(config, num_cells=_NUM_CELLS, num_lanes=num_lanes, max_rows=64)
+    config = replace(
+        config, num_cells=_NUM_CELLS, num_lanes=num_lanes, num_residents=0, max_rows=64
+    )
     failure = None
     for view in views:
         with view(config) as context:

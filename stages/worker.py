@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from skippy_mesh.config import EXACT_KV_TYPES, StageSpec, StepRules
-from skippy_mesh.errors import InvalidBatchError, StageError, StepOrderError
+from skippy_mesh.config import EXACT_KV_TYPES, ContextConfig, StageSpec, StepRules
+from skippy_mesh.errors import (
+    InvalidBatchError,
+    RuntimeUnavailableError,
+    StageError,
+    StepOrderError,
+)
+from skippy_mesh.families import Family
 from skippy_mesh.messages import StageTime, StepBatch, StepResult
 from skippy_mesh.scheduler.memory import Capacity
+from skippy_mesh.sizes import available_bytes, format_size
 from skippy_mesh.wire import Hidden, decode_activations, decode_step, encode_activations
 from stages import selftest
 from stages.batch import Floats, Rows
@@ -44,7 +52,10 @@ Progress = Callable[[int, int], None]
 class StageInfo:
     """What a loaded stage says of itself; a snapshot, never read from the running context.
 
-    ``capacity`` is what requests can use, ``rules`` what a step may hold. ``why_inexact`` is None
+    ``capacity`` is what requests can use, ``planned`` what was asked for: less came out where
+    memory was short. ``context_bytes`` are what the context took, ``planned_context_bytes`` what
+    the plan charged for the one asked for, None without a plan. ``rules`` are what a step may hold.
+    ``why_inexact`` is None
     when the self-test proved that company does not change a row's bits. ``load_s`` is all of
     :meth:`StageWorker.load`, of which the self-test took ``self_test_s``.
     """
@@ -56,9 +67,11 @@ class StageInfo:
     num_cells: int
     max_trained_tokens: int
     capacity: Capacity
+    planned: Capacity
     rules: StepRules
     weight_bytes: int
     context_bytes: int
+    planned_context_bytes: int | None
     rss_bytes: int
     profile: Profile
     why_inexact: str | None
@@ -105,8 +118,9 @@ class StageWorker:
         if spec.context.exact:
             profile = choose_profile(matrix_types(model.tensors.values()), can_repack=can_repack())
         path = cached_slice(model, spec.first_layer, spec.end_layer, progress)
+        fitting = _fitting(spec)
         context = self._context = new_context(
-            model, path, spec.context,
+            model, path, fitting,
             first_layer=spec.first_layer, is_last=spec.is_last, profile=profile,
         )  # fmt: skip
         if spec.is_first:
@@ -115,11 +129,16 @@ class StageWorker:
             # A slice has no vocabulary, and few requests come with a grammar.
             tokenizer = functools.cache(lambda: Tokenizer(str(model.paths[0])))
             self._sampler = Sampler(max_tokens=context.num_cells, tokenizer=tokenizer)
-        loaded = Loaded(model=model, spec=spec, profile=profile, path=path, context=context)
+        loaded = Loaded(
+            model=model, spec=replace(spec, context=fitting), profile=profile, path=path,
+            context=context,
+        )  # fmt: skip
         before = time.perf_counter()
         why_inexact = _why_inexact(loaded)
         now = time.perf_counter()
-        self._info = _describe(loaded, why_inexact, load_s=now - started, self_test_s=now - before)
+        self._info = _describe(
+            loaded, spec.context, why_inexact, load_s=now - started, self_test_s=now - before
+        )
         return self._info
 
     def forward(self, batch: StepBatch, hidden: Hidden | None = None) -> StepResult | Hidden | None:
@@ -202,6 +221,10 @@ class StageWorker:
         """The snapshot taken at load; None before. Never waits for a running step."""
         return self._info
 
+    def node(self) -> str:
+        """The machine it runs on."""
+        return platform.node()
+
     def times(self) -> StageTimes:
         """What :meth:`step` has cost since the start."""
         return StageTimes(busy_s=self._busy_s, native_s=self._loaded().native_s)
@@ -259,6 +282,23 @@ class StageWorker:
         return self._context
 
 
+def _fitting(spec: StageSpec) -> ContextConfig:
+    """What was planned, or as much of it as there is memory for now: a smaller context lowers the
+    ceiling, a larger one would push every process of this machine out."""
+    free = available_bytes()
+    if spec.need is None or free is None:
+        return spec.context
+    fitting = spec.need.fit(spec.context, free)
+    if fitting is None:
+        raise RuntimeUnavailableError(
+            f"stage {spec.index} has no memory for even one session: layers {spec.first_layer}:"
+            f"{spec.end_layer} take {format_size(spec.need.of(1, 1), round_up=True)} with the "
+            f"smallest context, and {format_size(free)} are free; end other programs, or use more "
+            f"--stages on other machines"
+        )
+    return fitting
+
+
 def _why_inexact(stage: Loaded) -> str | None:
     model, config = stage.model, stage.spec.context
     if not config.exact:
@@ -279,9 +319,18 @@ def _why_inexact(stage: Loaded) -> str | None:
 
 
 def _describe(
-    stage: Loaded, why_inexact: str | None, *, load_s: float, self_test_s: float
+    stage: Loaded,
+    planned: ContextConfig,
+    why_inexact: str | None,
+    *,
+    load_s: float,
+    self_test_s: float,
 ) -> StageInfo:
     spec, context, memory = stage.spec, stage.context, stage.context.memory()
+    planned_bytes = None
+    if spec.need:
+        need = spec.need.of(planned.num_cells, planned.num_lanes, planned.num_residents)
+        planned_bytes = need - spec.need.weights
     return StageInfo(
         index=spec.index,
         num_stages=spec.num_stages,
@@ -289,10 +338,12 @@ def _describe(
         end_layer=spec.end_layer,
         num_cells=context.num_cells,
         max_trained_tokens=stage.model.max_trained_tokens,
-        capacity=_capacity(stage),
+        capacity=_capacity(stage, context.num_cells, spec.context),
+        planned=_capacity(stage, planned.num_cells, planned),
         rules=_rules(stage),
         weight_bytes=memory.weight_bytes,
         context_bytes=memory.context_bytes,
+        planned_context_bytes=planned_bytes,
         rss_bytes=memory.rss_bytes,
         profile=stage.profile,
         why_inexact=why_inexact,
@@ -302,16 +353,25 @@ def _describe(
     )
 
 
-def _capacity(stage: Loaded) -> Capacity:
-    context, spec = stage.context, stage.spec
+def _capacity(stage: Loaded, num_cells: int, config: ContextConfig) -> Capacity:
+    spec = stage.spec
     layers = stage.model.family.layer_kinds(stage.model.facts)[spec.first_layer : spec.end_layer]
     kinds = frozenset[str]().union(*layers)
     return Capacity(
-        lanes=context.num_lanes,
-        attention=context.num_cells if "attention" in kinds else None,
-        window=context.num_cells if "window" in kinds else None,
-        recurrent=context.num_lanes if "recurrent" in kinds else None,
+        lanes=config.num_lanes,
+        residents=config.num_residents,
+        attention=num_cells if "attention" in kinds else None,
+        window=num_cells if "window" in kinds else None,
+        recurrent=config.num_lanes + config.num_residents if "recurrent" in kinds else None,
     )
+
+
+def _prefix_rule(family: Family) -> Literal["any", "boundary", "none"]:
+    """Windows are kept whole (context.py), so their prefixes are like any other's. Of an unproven
+    architecture nobody knows what a copy copies."""
+    if not family.is_proven:
+        return "none"
+    return "boundary" if family.prefix_rule == "boundary" else "any"
 
 
 def _rules(stage: Loaded) -> StepRules:
@@ -321,4 +381,5 @@ def _rules(stage: Loaded) -> StepRules:
         is_homogeneous=family.step_rule == "homogeneous",
         chunk_multiple=stage.profile.pad if family.is_recurrent else 1,
         replays_in_chunks=replays_in_chunks(family, stage.model.tensors),
+        prefix_rule=_prefix_rule(family),
     )

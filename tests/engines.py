@@ -5,16 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+from coordinator.ceiling import Term
+from coordinator.coordinator import Coordinator, DirectDoorkeeper
 from skippy_mesh.client import EngineClient, ReportQueue
 from skippy_mesh.config import StepRules
 from skippy_mesh.engine import Engine, EnginePlan
+from skippy_mesh.gateway.places import Places
+from skippy_mesh.gateway.refusals import Bounds
 from skippy_mesh.messages import Request, StepReport
+from skippy_mesh.places import AdmissionLimits
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakePipeline
 
+BOUNDS = Bounds(Term(16, "0", "lanes", "ids"), Term(512, "1", "attention", "512 cells"))
+
+
+def places_of(*, ceiling: int = 16, max_queue: int = 48, **limits: float) -> Places:
+    settings = {"max_queue_tokens": 10**6, **limits}
+    admission = AdmissionLimits(ceiling=ceiling, max_queue=max_queue, **settings)  # type: ignore[arg-type]
+    return Places(DirectDoorkeeper(Coordinator(admission)))
+
 
 class RunningEngine:
-    """Remembers which requests it was told to end."""
+    """Remembers which requests it was given, and which it was told to end."""
 
     def __init__(
         self,
@@ -23,23 +36,26 @@ class RunningEngine:
         max_model_len: int = 512,
         max_rows: int = 64,
         num_lanes: int = 16,
-        max_open: int = 64,
+        num_cells: int | None = None,
     ):
+        cells = max_model_len * num_lanes if num_cells is None else num_cells
         plan = EnginePlan(
-            capacity=Capacity(lanes=num_lanes, attention=max_model_len * num_lanes),
+            capacity=Capacity(lanes=num_lanes, attention=cells),
             rules=StepRules(max_rows=max_rows),
             max_model_len=max_model_len,
             max_in_flight=1,
             ceiling=num_lanes,
         )
+        self.submitted: list[str] = []
         self.aborted: list[str] = []
         self._reports = ReportQueue()
         self._engine = Engine(plan.scheduler(), pipeline, self._reports.put)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        self.client = EngineClient(self, max_model_len=max_model_len, max_open=max_open)
+        self.client = EngineClient(self, max_model_len=max_model_len)
 
     def submit(self, request: Request) -> None:
+        self.submitted.append(request.request_id)
         self._engine.submit(request)
 
     def abort(self, request_id: str) -> None:

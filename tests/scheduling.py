@@ -45,6 +45,7 @@ def scheduler_of(
     lanes: int = 32,
     window: int | None = None,
     recurrent: int | None = None,
+    residents: int = 0,
     max_rows: int = 16,
     in_flight: int = 1,
     limit: int | None = None,
@@ -53,7 +54,9 @@ def scheduler_of(
     rules: dict[str, Any] | None = None,
     **policies: str,
 ) -> Scheduler:
-    capacity = Capacity(lanes=lanes, attention=cells, window=window, recurrent=recurrent)
+    capacity = Capacity(
+        lanes=lanes, residents=residents, attention=cells, window=window, recurrent=recurrent
+    )
     return Scheduler(
         capacity=capacity,
         rules=StepRules(max_rows=max_rows, **(rules or {})),
@@ -133,7 +136,9 @@ class Run:
         self.pipeline.lane_ends()
         for stage in self.pipeline._stages:
             # After a failure a stage is emptied by the first step of the new epoch.
-            assert not stage.histories or stage._epoch < self.scheduler.epoch, "lanes left behind"
+            held = {lane: len(tokens) for lane, tokens in stage.histories.items()}
+            kept = self.scheduler._prefixes.resident_ends()
+            assert held == kept or stage._epoch < self.scheduler.epoch, "lanes left behind"
         assert self.ends.keys() == self.asked.keys()
 
     def names(self) -> set[str]:
@@ -163,15 +168,22 @@ class Run:
         assert all(s.status is Status.RUNNING for s in running)
         assert scheduler.waiting.num_tokens == sum(s.num_known for s in waiting)
         ids = ledger._ids
-        lanes = [s.lane for s in running] + ids._free + list(ids._retired)
-        assert sorted(lanes) == list(range(ledger.capacity.lanes)), "an id is lost or twice there"
+        residents = scheduler._prefixes._residents
+        lanes = [s.lane for s in running] + ids._free + list(ids._retired) + list(residents)
+        num_ids = ledger.capacity.lanes + ledger.capacity.residents
+        assert sorted(lanes) == list(range(num_ids)), "an id is lost or twice there"
         assert ids._retired == {
-            lane for lanes in (scheduler._removed, *(p.removed for p in scheduler.in_flight))
-            for lane in lanes
-        }  # fmt: skip
+            lane for plan in (scheduler._next, *scheduler.in_flight) for lane in plan.removed
+        }
+        held = {s.lane: s.num_scheduled for s in running if s.num_scheduled}
+        held |= {d.lane: len(d.tokens) for d in residents.values() if not d.is_planned}
         for pool in ledger._pools.values():
-            assert {s.lane: s.num_scheduled for s in running} == pool._held
-            assert pool.num_used == sum(pool._held.values()) <= pool.size
+            assert held == pool.holdings._ends
+            assert pool.num_used <= pool.size
+            assert pool.num_promised == sum(
+                max(pool._promises[s.lane] - s.num_scheduled, 0) for s in running
+            )
+        assert ledger.num_residents == len(residents) <= ledger.capacity.residents
         self._check_flight(running)
 
     def _check_flight(self, running: Items[Sequence]) -> None:

@@ -1,16 +1,17 @@
 """The HTTP server: the OpenAI API in front of an engine.
 
-The life of a request: read the body, check it, render and tokenise off the event loop, submit to
-the engine, answer. Nothing is sent before the first output or error, so every refusal is a real
-HTTP status.
+The life of a request: read the body, check it, take a place, render and tokenise off the event
+loop, count the tokens, submit to the engine, answer. Nothing is sent before the first output or
+error, so every refusal is a real HTTP status.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from fastapi import FastAPI, Request
@@ -18,17 +19,19 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from skippy_mesh.client import EngineClient
-from skippy_mesh.errors import QueueFullError, RequestError, SkippyError
+from skippy_mesh.errors import RequestError, SkippyError
 from skippy_mesh.gateway.chat import ChatTemplate, Tokenizer, encode_prompt
-from skippy_mesh.gateway.constraints import GrammarCompiler, Grammars
+from skippy_mesh.gateway.constraints import Constraint, GrammarCompiler, Grammars
 from skippy_mesh.gateway.errors import (
     ApiError,
     Edge,
-    queue_full,
+    timed_out,
     to_api_error,
     unavailable,
     valid_request_id,
 )
+from skippy_mesh.gateway.places import Places
+from skippy_mesh.gateway.refusals import Bounds
 from skippy_mesh.gateway.replies import Reply
 from skippy_mesh.gateway.schemas import (
     ChatBody,
@@ -50,6 +53,7 @@ from skippy_mesh.gateway.tools import ToolUse
 from skippy_mesh.messages import Request as EngineRequest
 
 LOADING = "loading"
+DRAINING = "draining"
 _SEED_BITS = 53  # what a client in JavaScript can echo without rounding
 
 
@@ -60,33 +64,56 @@ def create_app(
     *,
     model_name: str,
     health: Callable[[], str | None],
+    places: Places,
+    bounds: Bounds,
     exact: bool = False,
     exact_reason: str | None = None,
     api_keys: Sequence[str] = (),
     limits: Limits | None = None,
     metrics: Callable[[], bytes] = bytes,
+    status: Callable[[], Mapping[str, object]] = dict,
     on_reject: Callable[[str], None] | None = None,
 ) -> FastAPI:
     """The application.
 
-    ``health`` answers at once: None when the mesh can serve, :data:`LOADING` while it starts, else
-    the reason it cannot, in words fit for a client. ``exact_reason`` says why ``exact`` is false.
-    ``metrics`` renders the page at ``/metrics``; ``on_reject`` gets the code of every refused
-    generation.
+    ``health`` answers at once: None when the mesh can serve, :data:`LOADING` while it starts,
+    :data:`DRAINING` while it ends, else the reason it cannot, in words fit for a client.
+    ``exact_reason`` says why ``exact`` is false. ``metrics`` renders the page at ``/metrics``,
+    ``status`` is what ``/status`` shows; neither waits for the engine. ``on_reject`` gets the code
+    of every refused generation.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Edge, api_keys=api_keys, on_reject=on_reject)
     app.add_exception_handler(HTTPException, _answer_error)
     gateway = Gateway(
-        engine, tokenizer, grammars, model_name=model_name, health=health, limits=limits
-    )
-    status: dict[str, object] = {"status": "ok", "exact": exact}
+        engine, tokenizer, grammars,
+        model_name=model_name, health=health, places=places, bounds=bounds, limits=limits,
+    )  # fmt: skip
+    healthy: dict[str, object] = {"status": "ok", "exact": exact}
     if exact_reason is not None:
-        status["exact_reason"] = exact_reason
+        healthy["exact_reason"] = exact_reason
 
     async def answer_health() -> Response:
         gateway.refuse_if_unhealthy()
-        return JSONResponse(status)
+        return JSONResponse(healthy)
+
+    for path in ("/health", "/v1/health"):
+        app.add_api_route(path, answer_health, methods=["GET"])
+    _add_pages(app, metrics=metrics, status=status)
+    app.add_api_route("/v1/models", gateway.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
+    app.add_api_route("/v1/chat/completions", gateway.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/completions", gateway.completions, methods=["POST"])
+    return app
+
+
+def _add_pages(
+    app: FastAPI, *, metrics: Callable[[], bytes], status: Callable[[], Mapping[str, object]]
+) -> None:
+    """What is told of the server itself, whatever state the engine is in."""
+
+    async def answer_status() -> Response:
+        return JSONResponse(status())
 
     async def answer_live() -> Response:
         return JSONResponse({"status": "ok"})
@@ -96,15 +123,9 @@ def create_app(
         return Response(page, media_type="text/plain; version=0.0.4")
 
     app.add_api_route("/metrics", answer_metrics, methods=["GET"])
-    for path in ("/health", "/v1/health"):
-        app.add_api_route(path, answer_health, methods=["GET"])
+    app.add_api_route("/status", answer_status, methods=["GET"])
     for path in ("/livez", "/ping"):
         app.add_api_route(path, answer_live, methods=["GET"])
-    app.add_api_route("/v1/models", gateway.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
-    app.add_api_route("/v1/chat/completions", gateway.chat_completions, methods=["POST"])
-    app.add_api_route("/v1/completions", gateway.completions, methods=["POST"])
-    return app
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -122,6 +143,8 @@ class Gateway:
         *,
         model_name: str,
         health: Callable[[], str | None],
+        places: Places,
+        bounds: Bounds,
         limits: Limits | None = None,
     ):
         self._engine = engine
@@ -130,6 +153,8 @@ class Gateway:
         self._template = ChatTemplate(tokenizer)
         self._model_name = model_name
         self._health = health
+        self._places = places
+        self._bounds = bounds
         self._limits = limits or Limits()
         self._started_at = int(time.time())
         self._open_ids: set[str] = set()
@@ -138,6 +163,8 @@ class Gateway:
         reason = self._health()
         if reason == LOADING:
             raise unavailable("loading", "Loading model")
+        if reason == DRAINING:
+            raise unavailable("draining", "this server is about to end; ask another one")
         if reason is not None:
             raise unavailable("stage_unavailable", reason)
 
@@ -159,41 +186,41 @@ class Gateway:
         body = parse_body(ChatBody, await self._read(http))
         use = body.tool_use(self._tokenizer.chat_template)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        variables = dict(body.chat_template_kwargs)
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
+        variables = body.template_variables
         if use is not None:
             messages = use.messages(messages)
             variables |= use.variables
-        prompt = await asyncio.to_thread(
+        encode = functools.partial(
             self._template.encode,
             messages,
             add_generation_prompt=body.add_generation_prompt,
             add_special=body.add_special_tokens,
             variables=variables,
         )
-        return await self._complete(http, body, prompt, is_chat=True, use=use)
+        return await self._complete(http, body, encode, is_chat=True, use=use)
 
     async def completions(self, http: Request) -> Response:
         self.refuse_if_unhealthy()
         body = parse_body(CompletionBody, await self._read(http))
-        prompt = await asyncio.to_thread(self._prompt_ids, body)
+        encode = functools.partial(self._prompt_ids, body)
         echoed = self._prompt_text(body) if body.echo else ""
-        return await self._complete(http, body, prompt, is_chat=False, echoed=echoed)
+        return await self._complete(http, body, encode, is_chat=False, echoed=echoed)
 
     async def _complete(
         self,
         http: Request,
         body: GenerationBody,
-        prompt: list[int],
+        encode: Callable[[], list[int]],
         *,
         is_chat: bool,
         echoed: str = "",
         use: ToolUse | None = None,
     ) -> Response:
-        grammar = await self._grammars.compiled((use and use.constraint) or body.constraint)
-        request_id = self._name_request(http, body)
-        request = self._engine_request(request_id, body, prompt, grammar)
+        constraint = (use and use.constraint) or body.constraint
+        request, tokens = await self._submit(
+            http, body, encode, constraint, field="messages" if is_chat else "prompt"
+        )
+        request_id, prompt = request.request_id, request.token_ids
         reply = Reply(
             request_id=request_id,
             created=int(time.time()),
@@ -201,14 +228,13 @@ class Gateway:
             is_chat=is_chat,
             seed=request.sampling.seed,
             num_prompt_tokens=len(prompt),
-            prompt_ids=prompt if body.return_token_ids else None,
+            prompt_ids=list(prompt) if body.return_token_ids else None,
         )
         choice = Choice(
             self._tokenizer,
             body.text_rules(prefix=echoed, shows_special=use is not None and use.shows_special),
             tools=use.parser() if use is not None else None,
         )
-        tokens = self._submit(request, prompt_field="messages" if is_chat else "prompt")
         try:
             answering = self._answer(reply, tokens, choice, body)
             response = await unless_gone(answering, http.receive)
@@ -237,50 +263,69 @@ class Gateway:
             limits=self._limits,
         )
 
-    def _submit(self, request: EngineRequest, *, prompt_field: str) -> TokenStream:
-        request_id = request.request_id
-        tokens = TokenStream(
-            self._limits,
-            abort=lambda: self._engine.abort(request_id),
-            # Not sooner: until then the engine knows the id, and a new request must not share it.
-            on_end=lambda: self._open_ids.discard(request_id),
-        )
+    async def _submit(
+        self,
+        http: Request,
+        body: GenerationBody,
+        encode: Callable[[], list[int]],
+        constraint: Constraint | None,
+        *,
+        field: str,
+    ) -> tuple[EngineRequest, TokenStream]:
+        """The request on its way. Whatever fails here gives back its place and its id; afterwards
+        the stream does, when the engine is done with it."""
+        with self._bounds.refusals():
+            place = await self._places.take()
+        request_id = self._name_request(http, body)
         self._open_ids.add(request_id)
-        try:
-            self._engine.submit(request, tokens.put)
-        except BaseException as error:
-            self._open_ids.discard(request_id)
-            if isinstance(error, RequestError):
-                raise self._never_fits(error, request, prompt_field) from None
-            if isinstance(error, QueueFullError):
-                raise queue_full(str(error)) from None
-            if isinstance(error, SkippyError):
-                raise unavailable("draining", str(error)) from None
-            raise
-        return tokens
 
-    def _never_fits(self, error: RequestError, request: EngineRequest, field: str) -> Exception:
-        if error.code != "context_length_exceeded":
-            return error
-        return ApiError(
-            400,
-            error.code,
-            str(error),
-            param=field,
-            details={
-                "n_prompt_tokens": len(request.token_ids),
-                "n_ctx": self._engine.max_model_len,
-                "limit_by": "max_model_len",
-            },
+        def give_back() -> None:
+            self._open_ids.discard(request_id)
+            place.end()
+
+        try:
+            prompt = await asyncio.to_thread(encode)
+            grammar = await self._grammars.compiled(constraint)
+            request = self._engine_request(request_id, body, prompt, grammar)
+            self._bounds.check_fits(request, self._engine.max_model_len, field=field)
+            with self._bounds.refusals():
+                await place.count(len(prompt))
+            return request, self._start(request, on_start=place.start, on_end=give_back)
+        except BaseException:
+            give_back()
+            raise
+
+    def _start(
+        self,
+        request: EngineRequest,
+        *,
+        on_start: Callable[[], object],
+        on_end: Callable[[], object],
+    ) -> TokenStream:
+        limits = self._limits
+        tokens = TokenStream(
+            limits,
+            abort=lambda: self._engine.abort(request.request_id),
+            on_start=on_start,
+            # Not sooner: until then the engine knows the id, and a new request must not share it.
+            on_end=on_end,
         )
+        try:
+            self._engine.submit(request, tokens.put, on_start=tokens.start)
+        except SkippyError as error:
+            raise unavailable("draining", str(error)) from None
+        tokens.limit(
+            in_queue=self._bounds.waited_too_long(limits.queue_timeout_s),
+            in_all=timed_out(limits.request_timeout_s),
+        )
+        return tokens
 
     def _engine_request(
         self, request_id: str, body: GenerationBody, prompt: list[int], grammar: str
     ) -> EngineRequest:
+        for param, ids in body.named_ids.items():
+            self._check_ids(ids, param=param)
         eog_ids = self._tokenizer.eog_ids
-        self._check_ids(body.stop_token_ids, param="stop_token_ids")
-        self._check_ids(body.allowed_token_ids or (), param="allowed_token_ids")
-        self._check_ids([token for token, _ in body.logit_bias], param="logit_bias")
         sampling = body.sampling(
             eog_ids=eog_ids, draw_seed=lambda: secrets.randbits(_SEED_BITS), grammar=grammar
         )
@@ -302,8 +347,7 @@ class Gateway:
     def _prompt_text(self, body: CompletionBody) -> str:
         if isinstance(body.prompt, str):
             return body.prompt
-        pieces = (self._tokenizer.piece(token) for token in body.prompt)
-        return b"".join(pieces).decode(errors="replace")
+        return b"".join(map(self._tokenizer.piece, body.prompt)).decode(errors="replace")
 
     def _check_ids(self, ids: Sequence[int], *, param: str) -> None:
         num_tokens = self._tokenizer.num_tokens

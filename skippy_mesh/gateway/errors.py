@@ -88,8 +88,23 @@ def unavailable(code: str, message: str) -> ApiError:
     return ApiError(503, code, message, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
-def queue_full(message: str) -> ApiError:
-    return ApiError(429, "queue_full", message, headers={"Retry-After": str(RETRY_AFTER_S)})
+def refused(
+    code: str, message: str, *, retry_after_s: int, limit_by: Mapping[str, object]
+) -> ApiError:
+    """Overload: come back later."""
+    return ApiError(
+        429, code, message,
+        headers={"Retry-After": str(retry_after_s)}, details={"limit_by": limit_by},
+    )  # fmt: skip
+
+
+def timed_out(limit_s: float) -> ApiError:
+    return ApiError(
+        504,
+        "request_timeout",
+        f"the request took longer than {limit_s:g} s, the limit of this server",
+        headers={"x-should-retry": "false"},
+    )
 
 
 def to_api_error(error: Exception) -> ApiError:
@@ -156,8 +171,9 @@ class Edge:
             if has_started:
                 raise
             reply = to_api_error(error)
-            # A 500 is no refusal: the engine had the request, and counts how it ended.
-            if self._on_reject and scope["path"] in GENERATION_PATHS and reply.status != 500:
+            # Of a 500 or 504 the engine had the request, and counts how it ended.
+            was_refused = reply.status not in (500, 504)
+            if self._on_reject and scope["path"] in GENERATION_PATHS and was_refused:
                 self._on_reject(reply.code)
             await reply.response()(scope, receive, send_named)
 

@@ -7,7 +7,7 @@ server cannot honour is refused: to ignore it would be a lie about the answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationError, model_validator
@@ -215,6 +215,15 @@ class GenerationBody(Constrained):
         """How many of the likeliest tokens are asked for, None if no log-probabilities are."""
         raise NotImplementedError
 
+    @property
+    def named_ids(self) -> dict[str, Sequence[int]]:
+        """The token ids in each field that has any."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logit_bias": [token for token, _ in self.logit_bias],
+        }
+
     def text_rules(self, *, prefix: str = "", shows_special: bool = False) -> TextRules:
         return TextRules(
             stops=self.stop,
@@ -269,6 +278,13 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def template_variables(self) -> dict[str, object]:
+        """What the client has for the chat template."""
+        if self.reasoning_effort is None:
+            return dict(self.chat_template_kwargs)
+        return {**self.chat_template_kwargs, "reasoning_effort": self.reasoning_effort}
 
     def tool_use(self, template: str | None) -> ToolUse | None:
         """What is to be done with the tools, by the model's chat ``template``."""

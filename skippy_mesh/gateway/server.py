@@ -1,7 +1,8 @@
 """The process around the app: the socket, the web server's thread, and an orderly end.
 
-On SIGINT or SIGTERM the server stops accepting, running requests get a few seconds and are then
-aborted. A second signal aborts at once.
+:class:`GatewayServer` is a plain class: an object of the driver where the model is not cut, else an
+actor beside it. :func:`serve` is the driver's part of both. On SIGINT or SIGTERM new requests are
+refused, running ones get a few seconds and are then aborted. A second signal aborts at once.
 """
 
 from __future__ import annotations
@@ -10,21 +11,33 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import uvicorn
+from fastapi import FastAPI
 
 from skippy_mesh.client import EngineClient
 from skippy_mesh.errors import SkippyError, UsageError
-from skippy_mesh.gateway.app import create_app
-from skippy_mesh.gateway.chat import Tokenizer
-from skippy_mesh.gateway.constraints import GrammarCompiler
+from skippy_mesh.gateway.app import DRAINING, create_app
+from skippy_mesh.gateway.places import Places
+from skippy_mesh.gateway.refusals import Bounds
+from skippy_mesh.gateway.status import Served, status
+from skippy_mesh.gateway.streaming import Limits
+from skippy_mesh.places import Doorkeeper
+from skippy_mesh.step_log import StepLog
+from skippy_mesh.telemetry import Telemetry
+from stages.grammar_compiler import GrammarCompiler
+from stages.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
-_DRAIN_S = 5
+_DRAIN_S = 5.0
 _ABORT_S = 10  # for the last events to reach their clients
+_POLL_S = 0.1
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -49,83 +62,197 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-class Watch:
-    """Asks whether the stages are alive every second, on a thread of its own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySpec:
+    """What a gateway is told: where to listen, whose model it serves, and how.
 
-    ``problem`` is the last answer, so a health question never waits for a stage.
+    ``build`` are the labels of ``build_info``, ``config`` what ``/status`` shows of the flags.
+    ``step_log`` is there already, so that a gateway that is started again goes on in it.
+    ``counts_steps`` is false for an engine that keeps no step records.
     """
 
-    def __init__(self, check_alive: Callable[[], str | None]):
-        self.problem: str | None = None
-        self._check_alive = check_alive
+    host: str
+    port: int
+    model_path: str
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    step_log: str | None = None
+    counts_steps: bool = True
+    build: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
+
+
+class Watch:
+    """Asks whether the stages answer every second, on a thread of its own.
+
+    ``silent`` is the last answer, None before the first, so a health question never waits for a
+    stage.
+    """
+
+    def __init__(self, silent_stages: Callable[[], Mapping[int, str]]):
+        self.silent: Mapping[int, str] | None = None
+        self._silent_stages = silent_stages
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
+    @property
+    def problem(self) -> str | None:
+        return next(iter(self.silent.values()), None) if self.silent else None
+
     def _run(self) -> None:
-        while not self._stopped.wait(_WATCH_S):
-            problem = self._check_alive()
-            if problem is not None and self.problem is None:
-                logger.warning("not serving: %s", problem)
-            self.problem = problem
+        while not self._stopped.is_set():
+            silent = self._silent_stages()
+            if silent and not self.silent:
+                logger.warning("not serving: %s", next(iter(silent.values())))
+            self.silent = silent
+            self._stopped.wait(_WATCH_S)
 
     def close(self) -> None:
         self._stopped.set()
         self._thread.join()
 
 
-def serve(
-    sock: socket.socket,
-    client: EngineClient,
-    tokenizer: Tokenizer,
-    grammars: GrammarCompiler,
-    *,
-    model_name: str,
-    check_alive: Callable[[], str | None],
-    api_keys: Sequence[str],
-    why_inexact: str | None,
-    metrics: Callable[[], bytes],
-    on_reject: Callable[[str], None],
-    ready: Callable[[str], str],
-) -> None:
-    """Serve until a signal, then close ``client``. ``ready(url)`` is printed when requests are
-    answered."""
-    watch = Watch(check_alive)
-    app = create_app(
-        client,
-        tokenizer,
-        grammars,
-        model_name=model_name,
-        health=lambda: watch.problem,
-        api_keys=api_keys,
-        exact=why_inexact is None,
-        exact_reason=why_inexact,
-        metrics=metrics,
-        on_reject=on_reject,
-    )
-    config = uvicorn.Config(
-        app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_DRAIN_S + _ABORT_S
-    )
-    server = uvicorn.Server(config)
-    # Streams end with a reason. What uvicorn cancels would break off, with a traceback.
-    drain = threading.Timer(_DRAIN_S, client.close)
-    drain.daemon = True
+class GatewayServer:
+    """Built cheaply; :meth:`start` does the work, and comes first. Any thread may call the
+    methods."""
 
-    def stop(_signal: int, _frame: object) -> None:
-        if server.should_exit:
-            threading.Thread(target=client.close, daemon=True).start()
-        else:
-            drain.start()
-        server.should_exit = True
+    def __init__(self, spec: GatewaySpec):
+        self._spec = spec
+        self._is_draining = False
+
+    def __repr__(self) -> str:
+        return f"gateway {self._spec.host}:{self._spec.port}"
+
+    def start(self, mesh: Served, doorkeeper: Doorkeeper, sock: socket.socket | None = None) -> str:
+        """Answer requests to ``mesh`` from now on; the URL. ``sock`` is listened on already, else
+        the gateway opens its own."""
+        spec = self._spec
+        sock = sock or listen(spec.host, spec.port)
+        self._mesh = mesh
+        self._places = Places(doorkeeper)
+        self._grammars = GrammarCompiler(spec.model_path)
+        self._watch = Watch(mesh.silent_stages)
+        self._telemetry = self._new_telemetry()
+        self._client = EngineClient(
+            mesh.channel, max_model_len=mesh.max_model_len, on_report=self._telemetry.observe
+        )
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._app(),
+                log_level="warning",
+                lifespan="off",
+                timeout_graceful_shutdown=_ABORT_S,
+            )
+        )
+        # A daemon: an actor whose node has gone must not be kept alive by its open connections.
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [sock]}, name="http", daemon=True
+        )
+        self._thread.start()
+        host, port = sock.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def stop(self) -> None:
+        """Refuse what is new, let run what runs for a few seconds, then abort it; the second call
+        aborts at once. Does not wait."""
+        if self._is_draining:
+            threading.Thread(target=self._client.close, name="abort", daemon=True).start()
+            return
+        self._is_draining = True
+        threading.Thread(target=self._drain, name="drain", daemon=True).start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether the gateway has ended, after ``timeout_s`` at most."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        self._client.close()
+        self._grammars.close()
+        self._watch.close()
+        self._telemetry.close()
+        return True
+
+    def _new_telemetry(self) -> Telemetry:
+        spec, mesh = self._spec, self._mesh
+        telemetry = Telemetry(
+            model_name=spec.model_name,
+            build=spec.build,
+            step_log=None if spec.step_log is None else StepLog(spec.step_log, is_new=False),
+            counts_steps=spec.counts_steps,
+            oldest_waiting_s=self._places.oldest_waiting_s,
+            silent_stages=lambda: self._watch.silent,
+        )
+        telemetry.describe(
+            [info.capacity for info in mesh.infos],
+            terms=mesh.ceiling.terms,
+            binding=mesh.ceiling.binding,
+        )
+        return telemetry
+
+    def _drain(self) -> None:
+        deadline_s = time.monotonic() + _DRAIN_S
+        while self._client.num_open and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        # Streams end with a reason. What uvicorn cancels would break off, with a traceback.
+        self._client.close()
+        self._server.should_exit = True
+
+    def _problem(self) -> str | None:
+        if self._is_draining:
+            return DRAINING
+        return self._watch.problem or self._client.problem()
+
+    def _app(self) -> FastAPI:
+        spec, mesh = self._spec, self._mesh
+        return create_app(
+            self._client,
+            Tokenizer(spec.model_path),
+            self._grammars,
+            model_name=spec.model_name,
+            health=self._problem,
+            places=self._places,
+            bounds=Bounds(mesh.ceiling.binding, mesh.context_bound),
+            exact=mesh.why_inexact is None,
+            exact_reason=mesh.why_inexact,
+            api_keys=spec.api_keys,
+            limits=spec.limits,
+            metrics=self._telemetry.render,
+            status=self._status,
+            on_reject=self._telemetry.reject,
+        )
+
+    def _status(self) -> Mapping[str, object]:
+        return status(
+            self._mesh,
+            model_name=self._spec.model_name,
+            config=self._spec.config,
+            problem=self._problem(),
+            state=self._telemetry.state,
+            oldest_waiting_s=self._places.oldest_waiting_s(),
+        )
+
+
+class Running(Protocol):
+    """A gateway as the driver sees it, in this process or another."""
+
+    def stop(self) -> None: ...
+    def wait(self, timeout_s: float) -> bool: ...
+
+
+def serve(gateway: Running, ready_text: str) -> None:
+    """Say that ``gateway`` answers, and wait for a signal and its end."""
+    num_signals = num_heard = 0
+
+    def hear(_signal: int, _frame: object) -> None:
+        nonlocal num_signals
+        num_signals += 1
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="http")
-    thread.start()
-    host, port = sock.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    print(ready(url), end="", flush=True)
-    thread.join()
-    drain.cancel()
-    client.close()
-    watch.close()
+        signal.signal(number, hear)
+    print(ready_text, end="", flush=True)
+    while not gateway.wait(_POLL_S):
+        if num_heard < num_signals:
+            num_heard += 1
+            gateway.stop()

@@ -19,7 +19,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from skippy_mesh.gateway.errors import engine_failed, to_api_error
+from skippy_mesh.errors import UsageError
+from skippy_mesh.gateway.errors import ApiError, engine_failed, to_api_error
 from skippy_mesh.gateway.replies import Delta, Reply
 from skippy_mesh.gateway.schemas import StreamOptions
 from skippy_mesh.gateway.text import Choice
@@ -36,33 +37,50 @@ DONE = b"data: [DONE]\n\n"
 class Limits:
     """``hold_s``: how long the status line waits for first output or an error. ``ping_s``: silence
     before a comment keeps the connection alive. ``max_pending`` events unread for
-    ``stall_timeout_s`` end the request."""
+    ``stall_timeout_s`` end the request. A request may be in the queue for ``queue_timeout_s`` and
+    take ``request_timeout_s`` in all; 0 is off."""
 
     hold_s: float = 10.0
     ping_s: float = 15.0
     stall_timeout_s: float = 60.0
     max_pending: int = 256
     max_body_bytes: int = 16 << 20
+    queue_timeout_s: float = 0.0
+    request_timeout_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for flag in ("queue_timeout_s", "request_timeout_s"):
+            if not getattr(self, flag) >= 0:
+                name = "--" + flag.replace("_", "-")
+                raise UsageError(f"{name} must be 0 (off) or more, got {getattr(self, flag)}")
 
 
 class TokenStream:
     """One request's events on their way from the engine's thread to the event loop.
 
-    ``abort`` tells the engine to end the request, ``on_end`` runs once when it has. If the reader
-    leaves ``max_pending`` events unread for ``stall_timeout_s``, ``stalled`` is set. Built on the
-    event loop that reads it.
+    ``abort`` tells the engine to end the request; ``on_start`` runs once when it has left the
+    queue, ``on_end`` once when it has ended. If the reader leaves ``max_pending`` events unread for
+    ``stall_timeout_s``, ``stalled`` is set. Built on the event loop that reads it.
     """
 
     def __init__(
-        self, limits: Limits, *, abort: Callable[[], object], on_end: Callable[[], object]
+        self,
+        limits: Limits,
+        *,
+        abort: Callable[[], object],
+        on_start: Callable[[], object],
+        on_end: Callable[[], object],
     ):
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        self._events: asyncio.Queue[TokenEvent | ApiError] = asyncio.Queue()
         self._limits = limits
         self._abort = abort
+        self._on_start = on_start
         self._on_end = on_end
         self._has_ended = False
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._queue_timer: asyncio.TimerHandle | None = None
+        self._request_timer: asyncio.TimerHandle | None = None
         self.stalled = asyncio.Event()
 
     def put(self, event: TokenEvent) -> None:
@@ -70,15 +88,28 @@ class TokenStream:
         with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(self._arrive, event)
 
+    def start(self) -> None:
+        """It has left the queue. Any thread."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._leave_queue)
+
+    def limit(self, *, in_queue: ApiError, in_all: ApiError) -> None:
+        """From now on the two clocks of :class:`Limits` run; their end is what the reader gets."""
+        self._queue_timer = self._after(self._limits.queue_timeout_s, in_queue)
+        self._request_timer = self._after(self._limits.request_timeout_s, in_all)
+
     async def get(self) -> TokenEvent:
         event = await self._events.get()
         if self._events.qsize() < self._limits.max_pending:
             self._stop_timer()
+        if isinstance(event, ApiError):
+            raise event
         return event
 
     def close(self) -> None:
         """The reader is done; a request that still runs is aborted."""
         self._stop_timer()
+        self._stop_clocks()
         if not self._has_ended:
             self._abort()
 
@@ -86,6 +117,7 @@ class TokenStream:
         self._events.put_nowait(event)
         if event.finish_reason is not None:
             self._has_ended = True
+            self._stop_clocks()
             self._on_end()
         if self._stall_timer is None and self._events.qsize() >= self._limits.max_pending:
             self._stall_timer = self._loop.call_later(
@@ -96,6 +128,24 @@ class TokenStream:
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
+
+    def _leave_queue(self) -> None:
+        _cancel(self._queue_timer)
+        self._on_start()
+
+    def _stop_clocks(self) -> None:
+        _cancel(self._queue_timer)
+        _cancel(self._request_timer)
+
+    def _after(self, seconds: float, error: ApiError) -> asyncio.TimerHandle | None:
+        if not seconds:
+            return None
+        return self._loop.call_later(seconds, self._events.put_nowait, error)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 async def next_delta(tokens: TokenStream, choice: Choice) -> Delta:

@@ -115,6 +115,8 @@ class Composer:
     def _chunk_rows(self, sequence: Sequence) -> int:
         """Rows that may go in chunks; 0 where what is left goes row by row."""
         end = sequence.num_known if self._rules.replays_in_chunks else sequence.num_prompt
+        if sequence.boundaries:
+            end = min(end, sequence.boundaries[0])
         num_rows = max(end - sequence.num_scheduled, 0)
         num_rows -= num_rows % self._rules.chunk_multiple
         return num_rows if num_rows > 1 else 0

@@ -1,16 +1,17 @@
 """The ledger of what sequences hold: ids, cells and state rows, the same on every stage.
 
 Every stage applies every StepBatch in the same order, so one ledger is true for all of them; a
-capacity is the least of all stages. A cell that several lanes share is counted once: a lane holds
-runs of cells, and a run knows how many lanes hold it.
+capacity is the least of all stages. A cell that several lanes share is counted once (holdings.py).
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from skippy_mesh.errors import IdsExhaustedError
+from skippy_mesh.scheduler.holdings import Holdings
 
 CELL_COMPONENTS = ("attention", "window")
 """A window pool keeps every cell (stages/context.py), so it fills like the attention pool."""
@@ -20,13 +21,26 @@ CELL_COMPONENTS = ("attention", "window")
 class Capacity:
     """What a mesh has of each component; None where the model has no such memory.
 
-    ``lanes`` are ids for requests, of the 256 that residents and padding rows also draw from.
+    ``lanes`` are ids for requests, ``residents`` those for cached prefixes, of the 256 that padding
+    rows also draw from. ``recurrent`` counts state rows, of which each resident takes one, too.
     """
 
     lanes: int
+    residents: int = 0
     attention: int | None = None
     window: int | None = None
     recurrent: int | None = None
+
+    @classmethod
+    def least(cls, stages: Sequence[Capacity]) -> Capacity:
+        """What every one of ``stages`` has."""
+        return cls(
+            lanes=min(stage.lanes for stage in stages),
+            residents=min(stage.residents for stage in stages),
+            attention=_least(stage.attention for stage in stages),
+            window=_least(stage.window for stage in stages),
+            recurrent=_least(stage.recurrent for stage in stages),
+        )
 
     @property
     def num_cells(self) -> int:
@@ -36,6 +50,17 @@ class Capacity:
     def by_component(self) -> dict[str, int]:
         sizes = {"attention": self.attention, "window": self.window, "recurrent": self.recurrent}
         return {"lanes": self.lanes, **{n: size for n, size in sizes.items() if size is not None}}
+
+    def for_sessions(self) -> dict[str, int]:
+        """The same without what is kept for cached prefixes."""
+        sizes = self.by_component()
+        if "recurrent" in sizes:
+            sizes["recurrent"] -= self.residents
+        return sizes
+
+
+def _least(sizes: Iterable[int | None]) -> int | None:
+    return min((size for size in sizes if size is not None), default=None)
 
 
 class IdPool:
@@ -66,126 +91,132 @@ class IdPool:
         heapq.heappush(self._free, lane)
 
 
-@dataclass(slots=True, eq=False)
-class _Run:
-    """Cells that belong together, and how many lanes hold them."""
-
-    size: int
-    num_holders: int = 1
-
-
 class Cells:
     """One pool of ``size`` cells: what each lane holds, and what it was promised.
 
-    ``num_promised`` cells are neither used nor free to be promised to another.
+    ``num_promised`` cells are neither used nor free to be promised to another. Cells that only
+    cached prefixes hold are used, but can be had: whoever takes them evicts first.
     """
 
     def __init__(self, size: int):
         self.size = size
-        self.num_used = 0
+        self.holdings = Holdings()
         self.num_promised = 0
-        self._runs: dict[int, list[_Run]] = {}
-        self._held: dict[int, int] = {}
         self._promises: dict[int, int] = {}
 
     @property
+    def num_used(self) -> int:
+        return self.holdings.num_used
+
+    @property
     def num_free(self) -> int:
-        return self.size - self.num_used
+        return self.size - self.holdings.num_used
 
-    def held(self, lane: int) -> int:
-        return self._held.get(lane, 0)
-
-    def exclusive(self, lane: int) -> int:
-        """Cells that are free once ``lane`` gives its own back."""
-        return sum(run.size for run in self._runs.get(lane, ()) if run.num_holders == 1)
+    def has_room(self, num_cells: int, donor: int | None = None, num_shared: int = 0) -> bool:
+        """Whether a lane could be promised ``num_cells``, the first ``num_shared`` of ``donor``
+        among them, once enough of the cache is evicted."""
+        num_idle = self.holdings.num_idle
+        if donor is not None:
+            num_idle -= self.holdings.idle(donor, num_shared)
+        return num_cells - num_shared <= self.num_free + num_idle - self.num_promised
 
     def promise(self, lane: int, num_cells: int) -> None:
         """Keep ``num_cells`` for ``lane``. What it comes to hold counts against the promise."""
         assert lane not in self._promises, f"lane {lane} has a promise"
         self._promises[lane] = num_cells
-        self._runs[lane] = []
-        self._held[lane] = 0
         self.num_promised += num_cells
 
     def grow(self, lane: int, num_cells: int) -> None:
         assert 0 < num_cells <= self.num_free, f"{num_cells} cells wanted, {self.num_free} free"
-        runs = self._runs[lane]
-        if runs and runs[-1].num_holders == 1:
-            runs[-1].size += num_cells
-        else:
-            runs.append(_Run(num_cells))
-        self.num_used += num_cells
-        self._hold(lane, num_cells)
+        left = self._left(lane)
+        self.holdings.grow(lane, num_cells)
+        self.num_promised -= left - self._left(lane)
 
     def share(self, donor: int, lane: int, num_cells: int) -> None:
         """Let ``lane``, still empty, hold the first ``num_cells`` of ``donor``."""
-        assert not self._runs[lane] and num_cells <= self.held(donor)
-        self._hold(lane, num_cells)
-        index = 0
-        while num_cells:
-            run = self._runs[donor][index]
-            if run.size > num_cells:
-                self._split(run, num_cells)
-                run = self._runs[donor][index]
-            run.num_holders += 1
-            self._runs[lane].append(run)
-            num_cells -= run.size
-            index += 1
+        left = self._left(lane)
+        self.holdings.share(donor, lane, num_cells)
+        self.num_promised -= left - self._left(lane)
 
     def release(self, lane: int) -> None:
-        for run in self._runs.pop(lane):
-            run.num_holders -= 1
-            if run.num_holders == 0:
-                self.num_used -= run.size
-        self.num_promised -= max(self._promises.pop(lane) - self._held.pop(lane), 0)
+        self._forget_promise(lane)
+        self.holdings.cut(lane, 0)
 
-    def _hold(self, lane: int, num_cells: int) -> None:
-        left = max(self._promises[lane] - self._held[lane], 0)
-        self._held[lane] += num_cells
-        self.num_promised -= left - max(self._promises[lane] - self._held[lane], 0)
+    def keep(self, lane: int) -> None:
+        """Make a cached prefix of what ``lane`` holds; it is promised nothing more."""
+        self._forget_promise(lane)
+        self.holdings.keep(lane)
 
-    def _split(self, run: _Run, size: int) -> None:
-        """Make two of ``run``, the first of ``size`` cells, with every lane that holds it."""
-        parts = [_Run(size, run.num_holders), _Run(run.size - size, run.num_holders)]
-        for lane, runs in self._runs.items():
-            if run in runs:
-                at = runs.index(run)
-                self._runs[lane] = [*runs[:at], *parts, *runs[at + 1 :]]
+    def _left(self, lane: int) -> int:
+        """What ``lane`` is promised and does not hold yet."""
+        return max(self._promises.get(lane, 0) - self.holdings.held(lane), 0)
+
+    def _forget_promise(self, lane: int) -> None:
+        self.num_promised -= self._left(lane)
+        self._promises.pop(lane, None)
 
 
 class Ledger:
-    """All components of a mesh. A grant holds on every stage, whole or not at all."""
+    """All components of a mesh. A grant holds on every stage, whole or not at all.
+
+    A lane is running from :meth:`admit` on, resident from :meth:`keep` or
+    :meth:`reserve_resident` on, until :meth:`release`.
+    """
 
     def __init__(self, capacity: Capacity):
         self.capacity = capacity
-        self._ids = IdPool(capacity.lanes)
+        self._ids = IdPool(capacity.lanes + capacity.residents)
         self._pools = {
             name: Cells(size)
             for name, size in capacity.by_component().items()
             if name in CELL_COMPONENTS
         }
-        self._num_states = 0
+        self._num_running = 0
+        self.num_residents = 0
 
     @property
     def num_free_cells(self) -> int:
         """Rows that can be computed now."""
         return min(pool.num_free for pool in self._pools.values())
 
-    def lacks(self, num_cells: int) -> str | None:
-        """The component that has no room for one more lane with ``num_cells``, None if all do."""
+    @property
+    def lacks_states(self) -> bool:
+        """Whether running lanes and residents have more state rows than there are."""
+        rows = self.capacity.recurrent
+        return rows is not None and self._num_running + self.num_residents > rows
+
+    @property
+    def has_too_many_residents(self) -> bool:
+        return self.num_residents > self.capacity.residents
+
+    def shortage(self, num_rows: int) -> int:
+        """Cells missing for ``num_rows`` or for what was promised; the cache must give them up."""
+        pools = self._pools.values()
+        return max(0, *(max(pool.num_promised, num_rows) - pool.num_free for pool in pools))
+
+    @property
+    def num_excess(self) -> int:
+        """Cells by which the cache has more than half a pool."""
+        pools = self._pools.values()
+        return max(0, *(pool.holdings.num_idle - pool.size // 2 for pool in pools))
+
+    def lacks(self, num_cells: int, *, donor: int | None = None, num_shared: int = 0) -> str | None:
+        """The component without room for one more lane with ``num_cells``, the first ``num_shared``
+        of them those of ``donor``; None if all have, be it by evicting."""
         for name, pool in self._pools.items():
-            if num_cells > pool.num_free - pool.num_promised:
+            if not pool.has_room(num_cells, donor, num_shared):
                 return name
-        if self.capacity.recurrent is not None and self._num_states >= self.capacity.recurrent:
+        if self.capacity.recurrent is not None and self._num_running >= self.capacity.recurrent:
             return "recurrent"
-        return None if self._ids.num_free else "lanes"
+        has_lane = self._num_running < self.capacity.lanes and self._ids.num_free
+        return None if has_lane else "lanes"
 
     def admit(self, num_cells: int) -> int:
         """A lane with a promise of ``num_cells``. Ask :meth:`lacks` first."""
         lane = self._ids.take()
         for pool in self._pools.values():
             pool.promise(lane, num_cells)
-        self._num_states += self.capacity.recurrent is not None
+        self._num_running += 1
         return lane
 
     def grow(self, lane: int, num_rows: int) -> None:
@@ -196,11 +227,36 @@ class Ledger:
         for pool in self._pools.values():
             pool.share(donor, lane, num_cells)
 
-    def release(self, lane: int) -> None:
+    def cut(self, lane: int, end: int) -> None:
+        """Give back what the resident on ``lane`` holds from position ``end`` on."""
+        for pool in self._pools.values():
+            pool.holdings.cut(lane, end)
+
+    def keep(self, lane: int) -> None:
+        """A running lane becomes a cached prefix."""
+        for pool in self._pools.values():
+            pool.keep(lane)
+        self._num_running -= 1
+        self.num_residents += 1
+
+    def reserve_resident(self) -> int | None:
+        """An id for a cached prefix still to come, None if none is free."""
+        if self.num_residents >= self.capacity.residents or not self._ids.num_free:
+            return None
+        self.num_residents += 1
+        lane = self._ids.take()
+        for pool in self._pools.values():
+            pool.keep(lane)
+        return lane
+
+    def release(self, lane: int, *, is_resident: bool = False) -> None:
         """Give back everything but the id, which :meth:`confirm` frees when no stage holds it."""
         for pool in self._pools.values():
             pool.release(lane)
-        self._num_states -= self.capacity.recurrent is not None
+        if is_resident:
+            self.num_residents -= 1
+        else:
+            self._num_running -= 1
         self._ids.retire(lane)
 
     def confirm(self, lane: int) -> None:
@@ -208,10 +264,10 @@ class Ledger:
 
     def exclusive(self, lane: int) -> int:
         """Rows for which there is room once ``lane`` is released."""
-        return min(pool.exclusive(lane) for pool in self._pools.values())
+        return min(pool.holdings.exclusive(lane) for pool in self._pools.values())
 
     def held(self, lane: int) -> int:
-        return max(pool.held(lane) for pool in self._pools.values())
+        return max(pool.holdings.held(lane) for pool in self._pools.values())
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """Each component by state; the states add up to its capacity."""
@@ -219,20 +275,21 @@ class Ledger:
         for name, pool in self._pools.items():
             reserved = min(pool.num_promised, pool.num_free)
             components[name] = {
-                "active": pool.num_used,
-                "resident": 0,
+                "active": pool.num_used - pool.holdings.num_idle,
+                "resident": pool.holdings.num_idle,
                 "reserved": reserved,
                 "free": pool.num_free - reserved,
             }
         if self.capacity.recurrent is not None:
             components["recurrent"] = {
-                "active": self._num_states,
-                "resident": 0,
+                "active": self._num_running,
+                "resident": self.num_residents,
                 "reserved": 0,
-                "free": self.capacity.recurrent - self._num_states,
+                "free": self.capacity.recurrent - self._num_running - self.num_residents,
             }
-        free = self._ids.num_free
+        free = self.capacity.lanes + self.capacity.residents
+        free -= self._num_running + self.num_residents
         components["lanes"] = {
-            "running": self.capacity.lanes - free, "resident": 0, "free": free
+            "running": self._num_running, "resident": self.num_residents, "free": free
         }  # fmt: skip
         return components

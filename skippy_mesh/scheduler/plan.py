@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from skippy_mesh.messages import Remove, StepBatch
+from skippy_mesh.errors import StageError
+from skippy_mesh.messages import Copy, Remove, StepBatch, StepResult
 from skippy_mesh.scheduler.sequence import Sequence
 
 
@@ -38,18 +38,31 @@ class Part:
 
 @dataclass(slots=True)
 class Plan:
-    """One step in the making, then in flight."""
+    """One step in the making, then in flight.
+
+    ``operations`` come before the rows. ``removed`` lanes are among them; their ids are free again
+    when the step is committed, and ``snapshots`` can be shared from then on.
+    """
 
     step_id: int
     parts: list[Part] = field(default_factory=list)
+    operations: list[Copy | Remove] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
-    num_admitted: int = 0
+    snapshots: list[Any] = field(default_factory=list)
+    new_lanes: dict[int, Sequence] = field(default_factory=dict)
+    forgotten_lanes: list[int] = field(default_factory=list)
+    admitted: list[str] = field(default_factory=list)
+    """Requests that left the queue for the first time."""
     num_resumed: int = 0
     num_preempted: int = 0
 
     @property
     def num_rows(self) -> int:
         return sum(part.num_rows for part in self.parts)
+
+    @property
+    def num_admitted(self) -> int:
+        return len(self.admitted)
 
     @property
     def num_decode(self) -> int:
@@ -77,9 +90,34 @@ class Plan:
     def completes_prompt(self) -> bool:
         return any(part.samples and not part.is_decode for part in self.parts)
 
-    def batch(self, epoch: int, new_lanes: Mapping[int, Sequence]) -> StepBatch:
-        """What the stages are sent; ``new_lanes`` are the sequences that begin on theirs."""
-        pasts = {lane: sequence.history() for lane, sequence in new_lanes.items()}
+    def remove(self, lane: int) -> None:
+        """Empty ``lane`` on every stage."""
+        self.operations.append(Remove(lane))
+        self.removed.append(lane)
+
+    def forget(self, lane: int) -> None:
+        """Nobody samples on ``lane`` any more."""
+        self.new_lanes.pop(lane, None)
+        self.forgotten_lanes.append(lane)
+
+    def check(self, epoch: int, result: StepResult) -> None:
+        """:class:`StageError` if ``result`` is not that of this step."""
+        if (result.epoch, result.step_id) != (epoch, self.step_id):
+            raise StageError(
+                f"got the result of step {result.epoch}/{result.step_id}, "
+                f"expected {epoch}/{self.step_id}"
+            )
+        sampled = {part.lane for part in self.parts if part.samples}
+        strangers = (result.tokens.keys() | result.failed.keys()) - sampled
+        if strangers:
+            raise StageError(
+                f"step {self.step_id} has results for lanes {sorted(strangers)}, "
+                f"which did not sample"
+            )
+
+    def batch(self, epoch: int) -> StepBatch:
+        """What the stages are sent."""
+        pasts = {lane: sequence.history() for lane, sequence in self.new_lanes.items()}
         lanes: list[int] = []
         positions: list[int] = []
         tokens: list[int] = []
@@ -93,12 +131,12 @@ class Plan:
         return StepBatch(
             epoch=epoch,
             step_id=self.step_id,
-            operations=tuple(Remove(lane) for lane in self.removed),
+            operations=tuple(self.operations),
             lanes=tuple(lanes),
             positions=tuple(positions),
             tokens=tuple(tokens),
             samples=tuple(samples),
-            new_lanes={lane: s.request.sampling for lane, s in new_lanes.items()},
+            new_lanes={lane: s.request.sampling for lane, s in self.new_lanes.items()},
             histories={lane: past for lane, past in pasts.items() if past is not None},
-            forgotten_lanes=tuple(self.removed),
+            forgotten_lanes=tuple(self.forgotten_lanes),
         )

@@ -16,9 +16,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from skippy_mesh.config import StepRules
-from skippy_mesh.errors import RequestError, StageError
+from skippy_mesh.errors import RequestError
 from skippy_mesh.messages import (
+    Copy,
     FinishReason,
+    Remove,
     Request,
     Snapshot,
     StepBatch,
@@ -31,6 +33,7 @@ from skippy_mesh.scheduler.memory import Capacity, Ledger
 from skippy_mesh.scheduler.pacing import PrefillPacer, RunLimit
 from skippy_mesh.scheduler.plan import Part, Plan
 from skippy_mesh.scheduler.policies import ADMISSION, ORDERING, Policies, choose_victim
+from skippy_mesh.scheduler.prefix_cache import PrefixCache, PrefixCounts
 from skippy_mesh.scheduler.queues import RunningSet, WaitingQueue
 from skippy_mesh.scheduler.sequence import Sequence, Status
 
@@ -65,6 +68,7 @@ class Scheduler:
         self._choose_next = ADMISSION[policies.admission]
         self._preemption = policies.preemption
         self._pacer = pacer or PrefillPacer()
+        self._rules = rules
         self._composer = Composer(rules, self._pacer, max_in_flight=max_in_flight)
         self._run_limit = run_limit or RunLimit(capacity.lanes)
         self.waiting = WaitingQueue(ORDERING[policies.ordering])
@@ -73,13 +77,14 @@ class Scheduler:
         self._open: dict[str, Sequence] = {}
         self._ended: list[TokenEvent] = []
         self._num_turns = 0
+        self._prefix_counts = PrefixCounts()
         self.epoch = -1
         self._start_epoch()
 
     @property
     def has_work(self) -> bool:
         """Something waits, runs, is in flight, or must still be freed on the stages."""
-        return bool(self._open or self._removed or self.in_flight or self._ended)
+        return bool(self._open or self._next.operations or self.in_flight or self._ended)
 
     def add(self, request: Request) -> None:
         """Queue ``request``; :class:`RequestError` if it can never fit or its id is open."""
@@ -126,10 +131,11 @@ class Scheduler:
             self.running, decodes, num_free_cells=self._ledger.num_free_cells
         ):
             self._add_rows(plan, sequence, num_rows)
-        if not plan.parts and (self.in_flight or not self._removed):
+        if not plan.parts and (self.in_flight or not plan.operations):
             assert self.in_flight or not self._open, "work is waiting and nothing can run"
             return None
-        return self._launch(plan)
+        self._launch(plan)
+        return plan.batch(self.epoch)
 
     def commit(self, result: StepResult) -> Plan:
         """Take the answer to the oldest batch in flight, and return what that was.
@@ -138,15 +144,18 @@ class Scheduler:
         forgot fails alone.
         """
         plan = self.in_flight[0]
-        _check_result(plan, self.epoch, result)
+        plan.check(self.epoch, result)
         self.in_flight.popleft()
         for lane in plan.removed:
             self._ledger.confirm(lane)
+        for snapshot in plan.snapshots:
+            snapshot.num_ready = len(snapshot.tokens)
         for part in plan.parts:
             sequence = part.sequence
             sequence.num_in_flight -= 1
             sequence.num_computed = part.end
             sequence.num_reached = max(sequence.num_reached, part.end)
+            self._prefixes.computed(sequence)
             if not sequence.is_on_trial:
                 sequence.trial_end = 0
             if sequence.is_aborted:
@@ -160,6 +169,10 @@ class Scheduler:
         """Events since the last call."""
         events, self._ended = self._ended, []
         return events
+
+    def take_prefix_counts(self) -> PrefixCounts:
+        """Hits, misses and evictions since the last call."""
+        return self._prefix_counts.take()
 
     def observe(self, plan: Plan, *, step_s: float, now_s: float) -> None:
         """Let the pacing learn from a committed step that took ``step_s``."""
@@ -199,8 +212,11 @@ class Scheduler:
     def lane_ends(self, stages: Iterable[Mapping[int, int]]) -> list[dict[int, int]]:
         """How many positions each lane must hold on every one of ``stages``; those that are to be
         removed may still hold what they do."""
-        held = {s.lane: s.num_computed for s in self.running if s.num_computed}
-        leaving = set(self._removed)
+        unsent = {op.dst for op in self._next.operations if isinstance(op, Copy)}
+        held = self._prefixes.resident_ends()
+        held |= {s.lane: s.num_computed for s in self.running if s.num_computed}
+        held = {lane: end for lane, end in held.items() if lane not in unsent}
+        leaving = {op.lane for op in self._next.operations if isinstance(op, Remove)}
         return [
             held | {lane: end for lane, end in ends.items() if lane in leaving} for ends in stages
         ]
@@ -241,21 +257,23 @@ class Scheduler:
         self.epoch += 1
         self._next = Plan(0)
         self._ledger = Ledger(self._capacity)
+        self._prefixes = PrefixCache(self._ledger, self._rules, self._prefix_counts)
         self.running = RunningSet()
         self.in_flight.clear()
-        self._removed: list[int] = []
-        self._new_lanes: dict[int, Sequence] = {}
 
     # -- make room, admit --------------------------------------------------------------------------
 
     def _make_room(self, plan: Plan, decodes: list[Sequence]) -> None:
-        """Preempt until every row of ``decodes`` has a cell. Who finds none waits for an answer;
-        one that is alone and still too large for the pool has reached its end."""
+        """Evict, then preempt, until every row of ``decodes`` has a cell. Who finds none waits for
+        an answer; one that is alone and still too large for the pool has reached its end."""
+        self._prefixes.make_room(plan, len(decodes))
         while len(decodes) > self._ledger.num_free_cells:
             if len(self.running) == 1 and not self.in_flight:
                 self._finish(decodes.pop(), "length")
                 return
-            victim = choose_victim(filter(self._has_own_cells, self.running), self._preemption)
+            # Who shares all its cells frees none, unless everybody does.
+            victims = [s for s in self.running if self._ledger.exclusive(s.lane)]
+            victim = choose_victim(victims or self.running, self._preemption)
             if victim is None or victim.num_in_flight:
                 # Nobody else gives way in its place: its rows come back before long.
                 del decodes[self._ledger.num_free_cells :]
@@ -264,9 +282,6 @@ class Scheduler:
             plan.num_preempted += 1
             if victim in decodes:
                 decodes.remove(victim)
-
-    def _has_own_cells(self, sequence: Sequence) -> bool:
-        return self._ledger.exclusive(sequence.lane) > 0
 
     def _preempt(self, sequence: Sequence) -> None:
         self._free(sequence)
@@ -282,17 +297,29 @@ class Scheduler:
             sequence = self._choose_next(self.waiting, self._fits)
             if sequence is None:
                 break
-            plan.num_resumed += sequence.status is Status.PREEMPTED
-            plan.num_admitted += sequence.status is Status.WAITING
-            self.waiting.remove(sequence)
-            sequence.lane = self._ledger.admit(self._need(sequence))
-            sequence.status = Status.RUNNING
-            self._new_lanes[sequence.lane] = sequence
-            self.running.add(sequence)
+            self._start(sequence, plan)
         return len(self.running) > num_before
 
+    def _start(self, sequence: Sequence, plan: Plan) -> None:
+        match = self._prefixes.find(sequence)
+        if sequence.status is Status.WAITING:
+            sequence.num_cached = match.num_shared
+            plan.admitted.append(sequence.request.request_id)
+        plan.num_resumed += sequence.status is Status.PREEMPTED
+        self.waiting.remove(sequence)
+        sequence.lane = self._ledger.admit(self._need(sequence))
+        sequence.status = Status.RUNNING
+        plan.new_lanes[sequence.lane] = sequence
+        self.running.add(sequence)
+        self._prefixes.enter(sequence, match, plan)
+        self._prefixes.make_room(plan, 0)
+
     def _fits(self, sequence: Sequence) -> bool:
-        return self._ledger.lacks(self._need(sequence)) is None
+        """Whether there is room for it, and nothing to gain by waiting for somebody's prefix."""
+        match = self._prefixes.find(sequence)
+        donor = None if match.donor is None else match.donor.lane
+        lacking = self._ledger.lacks(self._need(sequence), donor=donor, num_shared=match.num_shared)
+        return lacking is None and not match.is_worth_waiting
 
     def _need(self, sequence: Sequence) -> int:
         """With nobody else running, whatever fits the pool is let in."""
@@ -316,12 +343,12 @@ class Scheduler:
         sequence.num_in_flight += 1
         sequence.last_step = plan.step_id
 
-    def _launch(self, plan: Plan) -> StepBatch:
-        plan.removed, self._removed = self._removed, []
-        new_lanes, self._new_lanes = self._new_lanes, {}
+    def _launch(self, plan: Plan) -> None:
         self._next = Plan(plan.step_id + 1)
         self.in_flight.append(plan)
-        return plan.batch(self.epoch, new_lanes)
+        for part in plan.parts:
+            if part.end in part.sequence.boundaries:
+                self._prefixes.snapshot(part.sequence, self._next)
 
     # -- ends --------------------------------------------------------------------------------------
 
@@ -340,8 +367,7 @@ class Scheduler:
         elif len(sequence.outputs) >= sequence.max_tokens:
             finish = "length"
         if finish is None:
-            request_id = sequence.request.request_id
-            self._ended.append(TokenEvent(request_id=request_id, token_id=token, logprobs=logprobs))
+            self._ended.append(sequence.event(token, logprobs=logprobs))
         else:
             self._finish(sequence, finish, token=token, logprobs=logprobs)
 
@@ -357,38 +383,16 @@ class Scheduler:
         """The one way out: frees whatever ``sequence`` holds and says so once."""
         assert not sequence.num_in_flight, "its rows are still being computed"
         if sequence.status is Status.RUNNING:
-            self._free(sequence)
+            self._free(sequence, keeps=reason != "error")
         else:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
         del self._open[sequence.request.request_id]
-        self._ended.append(
-            TokenEvent(
-                request_id=sequence.request.request_id,
-                token_id=token,
-                logprobs=logprobs,
-                finish_reason=reason,
-                error=error,
-            )
-        )
+        self._ended.append(sequence.event(token, reason, error, logprobs=logprobs))
 
-    def _free(self, sequence: Sequence) -> None:
+    def _free(self, sequence: Sequence, *, keeps: bool = False) -> None:
         """Give back cells now, because the removal travels ahead of any row that takes them; the
-        id only when every stage has confirmed."""
+        id only when every stage has confirmed. Or ``keeps`` what it has for later prompts."""
         self.running.remove(sequence)
-        self._ledger.release(sequence.lane)
-        self._removed.append(sequence.lane)
-        self._new_lanes.pop(sequence.lane, None)
-
-
-def _check_result(plan: Plan, epoch: int, result: StepResult) -> None:
-    if (result.epoch, result.step_id) != (epoch, plan.step_id):
-        raise StageError(
-            f"got the result of step {result.epoch}/{result.step_id}, "
-            f"expected {epoch}/{plan.step_id}"
-        )
-    sampled = {part.lane for part in plan.parts if part.samples}
-    strangers = (result.tokens.keys() | result.failed.keys()) - sampled
-    if strangers:
-        raise StageError(f"step {plan.step_id} has results for lanes {sorted(strangers)}, "
-                         f"which did not sample")  # fmt: skip
+        self._next.forget(sequence.lane)
+        self._prefixes.leave(sequence, self._next, keeps=keeps)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from skippy_mesh.messages import History, Request
+from skippy_mesh.messages import FinishReason, History, Request, TokenEvent, TokenLogprobs
 
 MAX_RESERVED_OUTPUT = 512
 """Output tokens a sequence is promised room for. Growth beyond is what preemption is for."""
@@ -34,7 +34,8 @@ class Sequence:
     been handed out since it was admitted, ``num_computed`` of them are answered by every stage;
     ``num_reached`` is the most ever computed: rows below are recomputed. ``num_in_flight`` counts
     StepBatches that hold its rows and are not answered. Until ``trial_end`` positions are computed
-    it runs alone, because a step that held it failed there.
+    it runs alone, because a step that held it failed there. ``num_cached`` prompt tokens did not
+    have to be computed when it was first admitted. At each of ``boundaries`` a chunk must end.
     """
 
     request: Request
@@ -51,6 +52,8 @@ class Sequence:
     num_bypassed: int = 0
     last_step: int = -1
     trial_end: int = 0
+    num_cached: int = 0
+    boundaries: list[int] = field(default_factory=list)
     is_aborted: bool = False
 
     @property
@@ -94,7 +97,26 @@ class Sequence:
         """What its sampler must know of the tokens so far; None if nothing."""
         return self.request.sampling.history(self.request.token_ids, self.outputs)
 
+    def event(
+        self,
+        token: int | None,
+        finish_reason: FinishReason | None = None,
+        error: str | None = None,
+        *,
+        logprobs: TokenLogprobs | None = None,
+    ) -> TokenEvent:
+        """What its client is told: a token, or its end."""
+        return TokenEvent(
+            request_id=self.request.request_id,
+            token_id=token,
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            error=error,
+            num_cached=self.num_cached,
+        )
+
     def rewind(self) -> None:
         """Forget what was computed, keep what is known."""
         self.num_scheduled = self.num_computed = self.num_in_flight = 0
+        self.boundaries.clear()
         self.lane = -1

@@ -24,7 +24,7 @@ from skippy_mesh.errors import (
 )
 from skippy_mesh.messages import Copy, Remove, SamplingParams, StepBatch
 from skippy_mesh.wire import Hidden, encode_activations, encode_step
-from stages.pipeline import RayPipeline, check_alive
+from stages.pipeline import RayPipeline, silent_stages
 from tests.reference import Reference, assert_same_bits, mixed_steps, step_of
 
 CONTEXT = ContextConfig(num_cells=1024, num_lanes=4, num_threads=1)
@@ -191,7 +191,7 @@ def test_a_step_that_finds_no_room_changes_nothing_on_any_stage(pipeline, model)
 
 
 def test_live_stages_say_so_and_what_they_are(pipeline, model):
-    assert check_alive(pipeline.actors) is None
+    assert silent_stages(pipeline.actors) == {}
     assert [(info.first_layer, info.end_layer) for info in pipeline.infos] == [(0, 2), (2, 6)]
     assert len({info.process_id for info in pipeline.infos} | {os.getpid()}) == 3
 
@@ -227,7 +227,7 @@ def test_a_stage_killed_midway_is_an_error_that_names_it(model, victim):
         assert isinstance(error, StageError)
         assert f"stage {victim}" in str(error)
         assert "\n" not in str(error)
-        assert f"stage {victim}" in check_alive(pipeline.actors)
+        assert f"stage {victim} does not answer" in silent_stages(pipeline.actors)[victim]
         with pytest.raises(StageError, match=f"stage {victim}"):
             pipeline.logits(numbered([rows(0, 0, 1)])[0])
 

@@ -202,6 +202,7 @@ FAILURES = {
     "address of a mute": ((*GENERATE, "--stages", "2", "--address", "127.0.0.1:{port}"), "Ray"),
     "address of no form": ((*GENERATE, "--stages", "2", "--address", "nonsense"), "nonsense"),
     "pool beyond memory": ((*GENERATE, "--ctx-size", "2000000000"), "--ctx-size"),
+    "model beyond memory": ((*GENERATE, "--memory-fraction", "0.001"), "for layers 0:30, by its"),
 }
 
 USAGES = {
@@ -233,7 +234,10 @@ USAGES = {
     "empty prompt": (("generate", "demo", "-p", "", "-n", "2"), "empty"),
     "prompt of no text": (("generate", "demo", "-p", b"\xff", "-n", "2"), "UTF-8"),
     "prompt beyond the pool": (("generate", "demo", "-p", LONG, "-c", "256", "-t", "1"), "255"),
-    "no cells": ((*GENERATE, "--ctx-size", "0"), "0"),
+    "cells of no number": ((*GENERATE, "--ctx-size", "many"), "many"),
+    "no memory": ((*GENERATE, "--memory-fraction", "0"), "over 0"),
+    "more sessions than ids": (("serve", "demo", "-c", "99999", "-np", "253"), "256 ids"),
+    "more sessions than cells": (("serve", "demo", "-np", "33"), "8192 cells / 256"),
     "negative cells": ((*GENERATE, "--ctx-size", "-5"), "-5"),
     "cells that wrap around": ((*GENERATE, "--ctx-size", str(2**32 + 256)), "4294967552"),
     "no threads": ((*GENERATE, "--threads", "0"), "0"),

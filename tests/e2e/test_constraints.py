@@ -24,6 +24,7 @@ from skippy_mesh.gateway.app import create_app
 from stages.grammar_compiler import GrammarCompiler
 from stages.tokenizer import Tokenizer
 from tests.crowd import Made
+from tests.engines import BOUNDS, places_of
 
 CONTEXT = ContextConfig(num_cells=4096, num_lanes=16, max_rows=256, num_threads=1)
 SCHEMA = {
@@ -44,11 +45,14 @@ def served(model: Made) -> Iterator[str]:
     specs = specs_of(model.path, model.model.num_layers, (), CONTEXT)
     with (
         mesh(specs, EngineSettings(running=16)) as running,
-        closing(EngineClient(running.channel, max_model_len=1024, max_open=64)) as client,
+        closing(EngineClient(running.channel, max_model_len=1024)) as client,
         closing(GrammarCompiler(str(model.path))) as grammars,
     ):
         tokenizer = Tokenizer(str(model.path))
-        app = create_app(client, tokenizer, grammars, model_name="tiny", health=lambda: None)
+        app = create_app(
+            client, tokenizer, grammars, model_name="tiny", health=lambda: None,
+            places=places_of(), bounds=BOUNDS,
+        )  # fmt: skip
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))

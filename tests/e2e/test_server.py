@@ -251,13 +251,13 @@ def test_a_plain_request_whose_client_leaves_frees_the_engine(server, client):
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_a_prompt_that_can_never_fit_is_refused_before_any_output(client, stream):
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="demo", prompt="long " * 5000, stream=stream, **GREEDY)
+        client.completions.create(model="demo", prompt="long " * 9000, stream=stream, **GREEDY)
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.param == "prompt"
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
             model="demo",
-            messages=[{"role": "user", "content": "long " * 5000}],
+            messages=[{"role": "user", "content": "long " * 9000}],
             stream=stream,
             **GREEDY,
         )

@@ -20,7 +20,10 @@ COPIED = ("skippy_mesh", "stages", "coordinator", "bench", "tests", "pyproject.t
 SCHEDULER = "tests/unit/test_scheduler.py::"
 LEDGER = "tests/unit/test_ledger.py::"
 CONTEXT = "tests/e2e/test_context.py::"
+CEILING = "tests/unit/test_ceiling.py::"
+PREFIXES = "tests/unit/test_prefix_cache.py::"
 PLANNER = "tests/unit/test_planner.py::"
+ADMISSION = "tests/unit/test_admission.py::"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +49,14 @@ FAULTS = {
     ),
     "skip one seq_rm": Fault(
         "skippy_mesh/scheduler/plan.py",
-        "operations=tuple(Remove(lane) for lane in self.removed),",
-        "operations=tuple(Remove(lane) for lane in self.removed[1:]),",
+        "operations=tuple(self.operations),",
+        "operations=tuple(self.operations[1:]),",
         SCHEDULER + "test_only_what_has_room_in_every_component_is_admitted",
     ),
     "ignore one component": Fault(
         "skippy_mesh/scheduler/memory.py",
-        "if num_cells > pool.num_free - pool.num_promised:",
-        'if name != "window" and num_cells > pool.num_free - pool.num_promised:',
+        "if not pool.has_room(num_cells, donor, num_shared):",
+        'if name != "window" and not pool.has_room(num_cells, donor, num_shared):',
         SCHEDULER + "test_only_what_has_room_in_every_component_is_admitted",
     ),
     "sample on replay": Fault(
@@ -68,7 +71,36 @@ FAULTS = {
         "if self._admit(plan):",
         SCHEDULER + "test_a_step_that_preempts_admits_nobody",
     ),
-    # "restore P instead of P - 1" comes with the prefix cache: nothing is restored yet.
+    "restore P instead of P - 1": Fault(
+        "skippy_mesh/scheduler/prefix_cache.py",
+        "limit = sequence.num_known - 1\n",
+        "limit = sequence.num_known\n",
+        PREFIXES + "test_the_last_token_is_always_computed",
+    ),
+    "share what is still on its way": Fault(
+        "skippy_mesh/scheduler/prefix_cache.py",
+        "donor = Donor(sequence.lane, sequence.request.namespace, tokens, match.num_shared)",
+        "donor = Donor(sequence.lane, sequence.request.namespace, tokens, len(tokens))",
+        PREFIXES + "test_only_what_every_stage_has_answered_is_shared",
+    ),
+    "lend a snapshot beside its boundary": Fault(
+        "skippy_mesh/scheduler/prefix_cache.py",
+        "return num_ready if num_ready == len(donor.tokens) <= num_common else 0",
+        "return min(num_ready, num_common)",
+        PREFIXES + "test_a_snapshot_is_lent_at_its_boundary_and_nowhere_else",
+    ),
+    "preempt before the cache gives way": Fault(
+        "skippy_mesh/scheduler/scheduler.py",
+        "self._prefixes.make_room(plan, len(decodes))",
+        "pass",
+        PREFIXES + "test_growth_beyond_a_promise_takes_from_the_cache_first",
+    ),
+    "one cache for all keys": Fault(
+        "skippy_mesh/scheduler/prefix_cache.py",
+        "tree = self._trees.get(sequence.request.namespace)\n            tokens",
+        "tree = next(iter(self._trees.values()), None)\n            tokens",
+        PREFIXES + "test_namespaces_never_share",
+    ),
     "skip the post-copy position check": Fault(
         "stages/memory.py",
         "if self.positions(dst) != expected:",
@@ -109,16 +141,34 @@ FAULTS = {
         SCHEDULER + "test_who_begins_again_is_told_its_past",
     ),
     "pack cells to the last byte": Fault(
-        "coordinator/costs.py",
-        "return -(-self.pool * bytes_per_cell * 100 // _KV_PERCENT)",
-        "return self.pool * bytes_per_cell",
+        "skippy_mesh/config.py",
+        "return -(-kv_bytes * 100 // _KV_PERCENT)",
+        "return kv_bytes",
         PLANNER + "test_cells_are_priced_as_if_they_filled_85_percent",
     ),
     "charge states per lane instead of per id": Fault(
         "coordinator/request.py",
-        "return lanes * self.ids_per_lane + self.reserved_ids",
+        "return lanes * self.ids_per_lane + self.reserved_ids + self._num_snapshots(lanes)",
         "return lanes",
         PLANNER + "test_lanes_give_way_before_the_context_does",
+    ),
+    "give each stage of a machine all of its memory": Fault(
+        "coordinator/planner.py",
+        "return runs if need <= self.nodes[0].usable_bytes else None",
+        "return runs",
+        PLANNER + "test_one_machine_holds_as_many_stages_as_are_asked_for_out_of_one_memory",
+    ),
+    "count on what was planned": Fault(
+        "coordinator/ceiling.py",
+        "if sizes[component] < size:",
+        "if False:",
+        CEILING + "test_a_stage_that_measures_less_lowers_the_ceiling_and_is_named",
+    ),
+    "ask the first stage only": Fault(
+        "skippy_mesh/scheduler/memory.py",
+        "attention=_least(stage.attention for stage in stages),",
+        "attention=stages[0].attention,",
+        CEILING + "test_whatever_a_stage_lacks_no_stage_ever_refuses_a_step",
     ),
     "cut anywhere": Fault(
         "coordinator/layout.py",
@@ -131,6 +181,24 @@ FAULTS = {
         "sorted(nodes, key=lambda node: (-node.usable_bytes, node.name))",
         "list(nodes)",
         PLANNER + "test_the_order_of_nodes_does_not_matter",
+    ),
+    "let one more in than may wait": Fault(
+        "coordinator/admission.py",
+        "if num_open >= limits.max_open:",
+        "if num_open > limits.max_open:",
+        ADMISSION + "test_when_to_come_back_is_what_the_queue_takes_at_the_rate_seen",
+    ),
+    "hand in an empty book": Fault(
+        "skippy_mesh/gateway/places.py",
+        "for place in self._open.values()\n                ]",
+        "for place in ()\n                ]",
+        ADMISSION + "test_a_restarted_coordinator_is_told_who_is_in_and_keeps_its_bounds",
+    ),
+    "believe an answer of an old term": Fault(
+        "skippy_mesh/gateway/places.py",
+        "if answer.term == term == self._term:",
+        "if True:",
+        ADMISSION + "test_a_coordinator_restarted_between_two_questions_costs_nobody_an_answer",
     ),
 }
 

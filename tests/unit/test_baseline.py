@@ -91,7 +91,7 @@ class Served:
         engine = engine_of(pipeline)
         self._thread = threading.Thread(target=engine.run)
         self._thread.start()
-        self.client = EngineClient(engine, max_model_len=100, max_open=100)
+        self.client = EngineClient(engine, max_model_len=100)
         self.events: dict[str, list[TokenEvent]] = {}
         self._ended: dict[str, threading.Event] = {}
 

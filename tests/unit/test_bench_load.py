@@ -291,6 +291,15 @@ def test_prompts_repeat_by_seed_and_never_share_a_prefix() -> None:
     assert len(prompts[0].split()) == workload.prompt_tokens
 
 
+def test_prompts_share_what_they_are_meant_to_and_no_more() -> None:
+    workload = Workload(seed="1", prompt_tokens=40, shared_tokens=30, uses_cache=True)
+    prompts = [workload.prompt(i).split() for i in range(20)]
+    assert {tuple(prompt[:30]) for prompt in prompts} == {tuple(prompts[0][:30])}
+    assert len({tuple(prompt[30:]) for prompt in prompts}) == 20
+    assert {len(prompt) for prompt in prompts} == {40}
+    assert workload.body(0)["cache_prompt"] and not Workload().body(0)["cache_prompt"]
+
+
 def test_the_numbers_of_a_hand_made_trace() -> None:
     second = make_record(index=1, sent_s=11.0, end_s=20.0, chunk_times_s=(15.0, 19.0))
     summary = summary_of(make_record(), second)

@@ -76,6 +76,7 @@ def step_line(**knobs: Any) -> str:
         "prefill_tokens": 5,
         "decode_tokens": 3,
         "recompute_tokens": 3,
+        "kv": [{"attention": {"active": 900, "resident": 0, "reserved": 0, "free": 100}}] * 2,
     }
     return json.dumps(entry | knobs) + "\n"
 

@@ -3,11 +3,17 @@ divide the pool."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from coordinator.ceiling import ceiling, mesh_capacity, planned_lanes
+from coordinator.ceiling import Ceiling, Term, after_load, ceiling
+from skippy_mesh.config import StepRules
+from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.errors import UsageError
 from skippy_mesh.scheduler.memory import Capacity
+from stages.fake import FakePipeline
+from tests.scheduling import answer_alone, request
 
 
 @pytest.mark.parametrize(
@@ -47,19 +53,76 @@ def test_no_room_for_a_single_session_is_an_error_that_says_where():
 
 def test_a_mesh_has_what_its_poorest_stage_has():
     stages = [Capacity(lanes=9, attention=512), Capacity(lanes=7, recurrent=8, window=256)]
-    assert mesh_capacity(stages) == Capacity(lanes=7, attention=512, window=256, recurrent=8)
+    assert Capacity.least(stages) == Capacity(lanes=7, attention=512, window=256, recurrent=8)
+
+
+PLANNED = ceiling([Capacity(lanes=20, attention=5120, recurrent=40)] * 3)
+ASKED = Capacity(lanes=20, attention=5120, recurrent=20)
+
+
+def test_a_plan_holds_where_every_stage_has_what_was_asked_of_it():
+    """40 states would have fitted, 20 were asked for: they are not what binds."""
+    assert after_load(PLANNED, [(ASKED, ASKED)] * 3) == PLANNED
+    more = replace(ASKED, attention=5376)
+    assert after_load(PLANNED, [(ASKED, more)] * 3) == PLANNED
 
 
 @pytest.mark.parametrize(
-    ("num_cells", "is_recurrent", "parallel", "expected"),
+    ("less", "said"),
     [
-        (4096, False, None, 16),
-        (100, False, None, 1),
-        (10**6, False, None, 252),
-        (10**6, True, None, 32),
-        (4096, False, 4, 4),
-        (4096, False, 99, 16),
+        ({"attention": 1024}, "4, bound by stage 2 attention"),
+        ({"recurrent": 3, "lanes": 3}, "3, bound by stage 2 recurrent"),
+        ({"lanes": 19}, "19, bound by stage 2 lanes"),
     ],
 )
-def test_lanes_follow_from_the_pool(num_cells, is_recurrent, parallel, expected):
-    assert planned_lanes(num_cells, is_recurrent=is_recurrent, parallel=parallel) == expected
+def test_a_stage_that_measures_less_lowers_the_ceiling_and_is_named(less, said):
+    stages = [(ASKED, ASKED), (ASKED, ASKED), (ASKED, replace(ASKED, **less))]
+    assert str(after_load(PLANNED, stages)) == said
+
+
+def test_what_an_operator_asked_for_is_lowered_only_below_it():
+    asked = Ceiling(Term(4, "all", "lanes", "operator"), PLANNED.terms)
+    for cells, said in [(1024, "4, bound by stage all lanes"), (768, "3, bound by stage 0 att")]:
+        found = after_load(asked, [(ASKED, replace(ASKED, attention=cells))] * 3)
+        assert str(found).startswith(said)
+
+
+WIDE = Capacity(lanes=40, attention=20 * 256, window=20 * 256, recurrent=20)
+SHRUNK = {"lanes": 5, "attention": 5 * 256 + 255, "window": 5 * 256, "recurrent": 5}
+
+
+@pytest.mark.parametrize("component", SHRUNK)
+@pytest.mark.parametrize("stage", range(3))
+def test_whatever_a_stage_lacks_no_stage_ever_refuses_a_step(stage, component):
+    """Three fake stages with memory of their own; one has less of one thing than the others."""
+    capacities = [WIDE] * 3
+    capacities[stage] = replace(WIDE, **{component: SHRUNK[component]})
+    limit = ceiling(capacities)
+    assert str(limit) == f"5, bound by stage {stage} {component}"
+    reports = []
+    pipeline = FakePipeline(capacities=capacities)
+    plan = EnginePlan(
+        capacity=Capacity.least(capacities),
+        rules=StepRules(max_rows=64),
+        max_model_len=1024,
+        max_in_flight=3,
+        ceiling=limit.value,
+    )
+    engine = Engine(plan.scheduler(), pipeline, reports.append, clock=pipeline.clock)
+    # More cells than the ceiling counts on: some are preempted, too.
+    asked = [request(f"r{number}", 200, 150) for number in range(8)]
+    for one in asked:
+        engine.submit(one)
+    engine._take_commands(wait=False)
+    while engine.scheduler.has_work:
+        engine.step()
+    records = [report.record for report in reports if report.record]
+    most = max(record.state.running for record in records)
+    assert most == 5 if component in ("lanes", "recurrent") else 3 <= most <= 5
+    assert records[-1].epoch == 0, "a stage refused a step"
+    tokens = {one.request_id: [] for one in asked}
+    for report in reports:
+        for event in report.events:
+            assert event.error is None
+            tokens[event.request_id] += [] if event.token_id is None else [event.token_id]
+    assert tokens == {one.request_id: answer_alone(one, 150) for one in asked}

@@ -1,4 +1,4 @@
-"""The gateway's end. Without these a slot of the queue leaks, or a reader waits for ever."""
+"""The gateway's end. Without these a request is lost, or a reader waits for ever."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from skippy_mesh.client import STALL_S, EngineClient, ReportQueue
 from skippy_mesh.config import StepRules
 from skippy_mesh.engine import Engine, EnginePlan
-from skippy_mesh.errors import QueueFullError, RequestError, SkippyError, StageLostError
+from skippy_mesh.errors import RequestError, SkippyError, StageLostError
 from skippy_mesh.messages import StepReport, TokenEvent
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakePipeline
@@ -60,7 +60,7 @@ def client_of():
     clients = []
 
     def make(channel=None, **options):
-        options = {"max_model_len": 512, "max_open": 4, **options}
+        options = {"max_model_len": 512, **options}
         clients.append(EngineClient(channel or Channel(), **options))
         return clients[-1]
 
@@ -84,26 +84,9 @@ def test_events_reach_the_sink_of_their_request(client_of):
     assert client.num_open == 0
 
 
-def test_beyond_the_queue_a_request_is_refused_and_costs_the_engine_nothing(client_of):
+def test_what_can_never_fit_or_is_open_already_is_not_opened(client_of):
     pipeline, gate = held()
-    channel = Channel(pipeline)
-    client = client_of(channel, max_open=2)
-    ended = [threading.Event() for _ in range(2)]
-    for number, event in enumerate(ended):
-        client.submit(
-            request(f"r{number}"), lambda e, event=event: event.set() if e.finish_reason else None
-        )
-    with pytest.raises(QueueFullError, match="2 requests run or wait"):
-        client.submit(request("more"), print)
-    assert channel.submitted == ["r0", "r1"]
-    gate.set()
-    assert all(event.wait(20) for event in ended)
-    assert len(list(client.generate(request("more")))) == 8
-
-
-def test_what_can_never_fit_or_is_open_already_takes_no_slot(client_of):
-    pipeline, gate = held()
-    client = client_of(Channel(pipeline), max_open=2)
+    client = client_of(Channel(pipeline))
     with pytest.raises(RequestError, match="512 tokens"):
         client.submit(request("big", 512), print)
     client.submit(request("a"), lambda _event: None)
@@ -134,9 +117,9 @@ def test_a_sink_or_a_listener_that_raises_stops_nobody(client_of):
     assert len(list(client.generate(request("b")))) == 8
 
 
-def test_a_channel_that_refuses_leaves_no_slot_taken(client_of):
+def test_a_channel_that_refuses_leaves_nothing_open(client_of):
     channel = Channel()
-    client = client_of(channel, max_open=1)
+    client = client_of(channel)
 
     def refuse(_asked):
         del channel.submit

@@ -8,6 +8,7 @@ from math import prod
 import pytest
 
 from coordinator.costs import ModelCosts, StageSizes, costs_of
+from skippy_mesh.config import NUM_SPARE_LANES
 from skippy_mesh.families import legal_cuts
 from stages.gguf_file import ModelFile
 from tests.real_models import REAL_MODELS, write_header
@@ -127,3 +128,14 @@ def test_layers_that_predict_further_tokens_are_not_charged(models):
         for sizes in (tensors, more)
     )
     assert (found.layers, found.common) == (base.layers, base.common)
+
+
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_a_stage_is_told_what_its_plan_charges(models, name):
+    """Else it would find itself short of memory it was planned for, or take more."""
+    of_model = costs(models[name])
+    for num_cells, num_lanes in [(131_072, 100), (8192, 1)]:
+        sizes = StageSizes(of_model, num_cells=num_cells, num_ids=num_lanes + NUM_SPARE_LANES)
+        for lo, hi in [(0, 12), (12, 24), (12, sizes.num_layers)]:
+            charged, told = sizes.total(lo, hi), sizes.need(lo, hi).of(num_cells, num_lanes)
+            assert charged - 1 <= told <= charged  # two pools are rounded up each by itself

@@ -11,7 +11,7 @@ import pytest
 
 from skippy_mesh.config import EngineSettings, StepRules
 from skippy_mesh.engine import MAX_COMMANDS_A_STEP, Engine, EnginePlan
-from skippy_mesh.errors import StageError, StageLostError, UsageError
+from skippy_mesh.errors import NoRoomError, StageError, StageLostError, UsageError
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakeClock, FakePipeline
 from tests.scheduling import answer_alone, request
@@ -127,7 +127,9 @@ def test_records_add_up_to_what_was_computed():
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("error", [StageError("stumbled"), ValueError("a bug")], ids=str)
+@pytest.mark.parametrize(
+    "error", [StageError("stumbled"), ValueError("a bug"), NoRoomError("no cells")], ids=str
+)
 def test_a_failed_step_is_computed_again(stage, error):
     steps = iter(range(10**6))
 

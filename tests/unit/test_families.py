@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from skippy_mesh.errors import UnsupportedModelError, UsageError
 from skippy_mesh.families import (
@@ -20,7 +16,6 @@ from skippy_mesh.families import (
     ModelFacts,
     check_cuts,
     check_slice,
-    even_cuts,
     family_of,
     gate_families,
     legal_cuts,
@@ -45,25 +40,6 @@ def facts(family: Family, num_layers: int, num_vocab: int = 1000, **keys: object
         num_vocab=num_vocab,
         keys={key.replace("__", "."): value for key, value in keys.items()},
     )
-
-
-@given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))))
-def test_even_cuts_cover_all_layers_and_differ_by_at_most_one(case):
-    num_layers, num_stages = case
-    borders = (0, *even_cuts(num_layers, num_stages), num_layers)
-    lengths = [hi - lo for lo, hi in itertools.pairwise(borders)]
-    assert len(lengths) == num_stages
-    assert sum(lengths) == num_layers
-    assert max(lengths) - min(lengths) <= 1
-    assert lengths == sorted(lengths, reverse=True)
-
-
-@pytest.mark.parametrize("num_stages", [0, -1, 31, 99])
-def test_more_stages_than_layers_is_refused_with_the_numbers(num_stages):
-    with pytest.raises(
-        UsageError, match=f"30 layers into {num_stages} stages: choose from 1 to 30"
-    ):
-        even_cuts(30, num_stages)
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (29,), (10, 20), tuple(range(1, 30))])

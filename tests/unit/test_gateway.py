@@ -21,7 +21,7 @@ import uvicorn
 from skippy_mesh.gateway.app import create_app
 from skippy_mesh.messages import SamplingParams, StepBatch
 from stages.fake import BOS, FakeGrammars, FakePipeline, FakeTokenizer, babble, recite
-from tests.engines import RunningEngine
+from tests.engines import BOUNDS, RunningEngine, places_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 12}
@@ -48,7 +48,10 @@ def serving(
     pipeline: FakePipeline | None = None, *, engine: RunningEngine | None = None, **options: Any
 ) -> Iterator[httpx.Client]:
     engine = engine or RunningEngine(pipeline or FakePipeline())
-    settings = {"model_name": "fake/one", "health": lambda: None, "exact": True, **options}
+    settings = {
+        "model_name": "fake/one", "health": lambda: None, "exact": True,
+        "places": places_of(), "bounds": BOUNDS, **options,
+    }  # fmt: skip
     tokenizer = settings.pop("tokenizer", FakeTokenizer())
     grammars = settings.pop("grammars", FakeGrammars())
     app = create_app(engine.client, tokenizer, grammars, **settings)

@@ -20,7 +20,7 @@ from skippy_mesh.gateway.app import create_app
 from skippy_mesh.gateway.streaming import Limits
 from skippy_mesh.messages import StepBatch
 from stages.fake import FakeGrammars, FakePipeline, FakeTokenizer
-from tests.engines import RunningEngine
+from tests.engines import BOUNDS, RunningEngine, places_of
 from tests.unit.test_gateway import (
     CHAT,
     COMPLETIONS,
@@ -123,13 +123,10 @@ def test_a_reader_that_stops_reading_is_ended_and_blocks_nobody() -> None:
     engine = RunningEngine(pipeline)
     limits = Limits(max_pending=8, stall_timeout_s=0.05)
     app = create_app(
-        engine.client,
-        FakeTokenizer(),
-        FakeGrammars(),
-        model_name="fake",
-        health=lambda: None,
-        limits=limits,
-    )
+        engine.client, FakeTokenizer(), FakeGrammars(),
+        model_name="fake", health=lambda: None, limits=limits,
+        places=places_of(), bounds=BOUNDS,
+    )  # fmt: skip
     body = json.dumps({**ENDLESS, "stream": True}).encode()
     received: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Message] = []

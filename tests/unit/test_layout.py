@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from coordinator.costs import LayerCosts, ModelCosts, StageSizes
-from coordinator.layout import Run, balance, pack, seat
+from coordinator.layout import Run, balance, pack, seat, split
 from coordinator.nodes import Node, by_size
 
 
@@ -117,3 +117,18 @@ def test_given_cuts_find_nodes_whenever_one_for_each_would_do(seed):
                     taken[node.name] += sizes.total(lo, hi)
                 assert all(taken[node.name] <= node.usable_bytes for node in nodes)
                 assert found == [Run(run.node, *s) for run, s in zip(found, stages, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_one_machine_is_cut_as_evenly_as_can_be(seed):
+    rng = random.Random(seed)
+    sizes = random_model(rng)
+    for num_stages in range(1, sizes.num_layers + 1):
+        found = split(Node("a", 1), sizes, num_stages)
+        works = [[sizes.crowd_work(*stage) for stage in cut] for cut in all_cuts(sizes, num_stages)]
+        if not works:
+            assert found is None
+            continue
+        assert [run.lo for run in found] == [0, *(run.hi for run in found[:-1])]
+        assert max(sizes.crowd_work(lo, hi) for _, lo, hi in found) == min(map(max, works))
+        assert {run.node for run in found} == {Node("a", 1)}

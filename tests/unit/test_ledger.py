@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,8 +101,9 @@ def test_sharers_of_different_lengths_split_the_same_run(lengths):
     cells.share(0, 2, lengths[1])
     assert cells.num_used == 20
     cells.grow(1, 4)
-    assert (cells.held(1), cells.exclusive(1)) == (lengths[0] + 4, 4)
-    assert cells.exclusive(0) == 20 - max(lengths)
+    holdings = cells.holdings
+    assert (holdings.held(1), holdings.exclusive(1)) == (lengths[0] + 4, 4)
+    assert holdings.exclusive(0) == 20 - max(lengths)
     cells.release(0)
     assert cells.num_used == max(lengths) + 4
     cells.release(1)
@@ -118,39 +121,78 @@ def test_the_states_of_each_component_add_up_to_what_there_is():
     assert ledger.snapshot()["attention"] == {
         "active": 40, "resident": 0, "reserved": 0, "free": 60
     }  # fmt: skip
-    assert ledger.snapshot()["lanes"] == {"running": 2, "resident": 0, "free": 6}
+    assert ledger.snapshot()["lanes"] == {"running": 1, "resident": 0, "free": 7}
 
 
-@given(st.lists(st.tuples(st.sampled_from("agsr"), st.integers(0, 9), st.integers(0, 40))))
-def test_whatever_happens_cells_are_counted_as_owned(moves):
-    """Against a model that knows each cell: the set of lanes that hold it."""
-    cells, holders, lists = Cells(200), {}, {}
-    promises = {}
-    fresh = iter(range(10**6))
-    for move, lane, size in moves:
-        if move == "a" and lane not in lists:
-            cells.promise(lane, size)
-            lists[lane], promises[lane] = [], size
-        elif move == "g" and lane in lists and 0 < size <= cells.num_free:
-            cells.grow(lane, size)
-            lists[lane] += [next(fresh) for _ in range(size)]
-        elif move == "s" and lane in lists and not lists[lane]:
-            donor = next((other for other in lists if lists[other]), None)
-            if donor is not None:
-                size = min(size, len(lists[donor]))
-                cells.share(donor, lane, size)
-                lists[lane] = lists[donor][:size]
-        elif move == "r" and lane in lists:
-            cells.release(lane)
-            del lists[lane], promises[lane]
-        holders = {}
-        for owner, own in lists.items():
+class Owners:
+    """A model of :class:`Cells` that knows each cell and who holds it."""
+
+    def __init__(self):
+        self.cells = Cells(200)
+        self.lists: dict[int, list[int]] = {}
+        self.promises: dict[int, int] = {}
+        self.residents: set[int] = set()
+        self.fresh = itertools.count()
+
+    def move(self, move, lane, size):
+        is_there = lane in self.lists
+        if move == "admit" and not is_there:
+            self.cells.promise(lane, size)
+            self.lists[lane], self.promises[lane] = [], size
+        elif move == "grow" and lane in self.lists.keys() - self.residents:
+            if 0 < size <= self.cells.num_free:
+                self.cells.grow(lane, size)
+                self.lists[lane] += itertools.islice(self.fresh, size)
+        elif move == "share" and is_there and not self.lists[lane]:
+            self.share(lane, size)
+        elif move == "keep" and is_there and lane not in self.residents:
+            self.cells.keep(lane)
+            self.residents.add(lane)
+            self.promises[lane] = 0
+        elif move == "release" and is_there:
+            self.cells.release(lane)
+            self.residents.discard(lane)
+            del self.lists[lane], self.promises[lane]
+
+    def share(self, lane, size):
+        donor = next((other for other in self.lists if self.lists[other]), None)
+        if donor is not None:
+            size = min(size, len(self.lists[donor]))
+            self.cells.share(donor, lane, size)
+            self.lists[lane] = self.lists[donor][:size]
+
+    def check(self):
+        owners: dict[int, set[int]] = {}
+        for lane, own in self.lists.items():
             for cell in own:
-                holders.setdefault(cell, set()).add(owner)
-        assert cells.num_used == len(holders)
-        assert cells.num_promised == sum(
-            max(promise - len(lists[owner]), 0) for owner, promise in promises.items()
+                owners.setdefault(cell, set()).add(lane)
+        idle = {cell for cell, lanes in owners.items() if lanes <= self.residents}
+        holdings = self.cells.holdings
+        assert (holdings.num_used, holdings.num_idle) == (len(owners), len(idle))
+        assert self.cells.num_promised == sum(
+            max(promise - len(self.lists[lane]), 0) for lane, promise in self.promises.items()
         )
-        for owner, own in lists.items():
-            assert cells.held(owner) == len(own)
-            assert cells.exclusive(owner) == sum(len(holders[cell]) == 1 for cell in own)
+        for lane, own in self.lists.items():
+            assert holdings.held(lane) == len(own)
+            assert holdings.exclusive(lane) == sum(owners[cell] == {lane} for cell in own)
+            for size in (0, 3, 100):
+                assert holdings.idle(lane, size) == len(idle.intersection(own[:size]))
+        pieces: dict[int, list[tuple[int, int]]] = {}
+        for piece in holdings.pieces():
+            for lane in piece.lanes:
+                pieces.setdefault(lane, []).append((piece.start, piece.end))
+        for lane, spans in pieces.items():
+            assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])]
+            assert spans[-1][1] == len(self.lists[lane])
+        assert sum(p.end - p.start for p in holdings.pieces()) == len(owners)
+
+
+MOVES = st.sampled_from(["admit", "grow", "share", "keep", "release"])
+
+
+@given(st.lists(st.tuples(MOVES, st.integers(0, 9), st.integers(0, 40))))
+def test_whatever_happens_cells_are_counted_as_owned(moves):
+    owners = Owners()
+    for move in moves:
+        owners.move(*move)
+        owners.check()

@@ -25,9 +25,10 @@ def ray_node(name: str, **resources: float) -> dict[str, object]:
 def test_a_node_of_a_cluster_may_give_the_memory_it_declares():
     fast = ray_node("10.0.0.2", memory=2.0**35, GPU=1.0)
     fast["Labels"] = {RATE_LABEL: "50GB"}
-    assert nodes_of_cluster([ray_node("10.0.0.1"), fast]) == [
-        Node("10.0.0.1", 2**34),
-        Node("10.0.0.2", 2**35, 50 * 10**9),
+    slow = ray_node("10.0.0.1", CPU=2.5)
+    assert nodes_of_cluster([slow, fast]) == [
+        Node("10.0.0.1", 2**34, num_cpus=2, node_id=slow["NodeID"]),
+        Node("10.0.0.2", 2**35, 50 * 10**9, num_cpus=4, node_id=fast["NodeID"]),
     ]
 
 

@@ -130,7 +130,7 @@ def test_cuts_are_kept_or_refused_with_the_reason_per_stage(run):
         (["--cuts", "x"], "argument --cuts: takes layers like 5,11, got 'x'"),
         (["--node", "a=16GiB", "--max-model-len", "8193"], "from 1 to 8192 tokens"),
         (["--node", "a=16GiB", "--parallel", "33"], "more than 32"),
-        (["--node", "a=1GiB"], "a (1.00GiB) lacks"),
+        (["--memory-fraction", "1.1"], "must be over 0 and at most 1, got 1.1"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(run, flags, said):
@@ -139,9 +139,15 @@ def test_mistakes_are_one_line_and_exit_2(run, flags, said):
     assert said in err and len(err.splitlines()) == 1
 
 
+def test_a_model_too_large_is_one_line_and_exit_1(run):
+    code, out, err = run("Gemma-2-9B", nodes=("a=1GiB",))
+    assert (code, out) == (1, "")
+    assert "a (1.00GiB) lacks" in err and len(err.splitlines()) == 1
+
+
 def test_without_nodes_it_plans_for_this_machine(run, monkeypatch):
-    monkeypatch.setattr("skippy_mesh.commands_plan.available_bytes", lambda: 20 * 2**30)
-    monkeypatch.setattr("skippy_mesh.commands_plan.platform.node", lambda: "here")
+    monkeypatch.setattr("skippy_mesh.planning.available_bytes", lambda: 20 * 2**30)
+    monkeypatch.setattr("skippy_mesh.planning.platform.node", lambda: "here")
     plan = json.loads(run("Gemma-2-9B", "--json")[1])
     (stage,) = plan["stages"]
     assert stage["node"] == "here"
@@ -150,4 +156,4 @@ def test_without_nodes_it_plans_for_this_machine(run, monkeypatch):
 
 def test_a_plan_that_fails_carries_its_numbers():
     assert PlanError("no", {"a": 1}).shortfalls == {"a": 1}
-    assert PlanError("no", {}).exit_code == 2
+    assert PlanError("no", {}).exit_code == 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.costs import LayerCosts, ModelCosts
+from coordinator.costs import LayerCosts, ModelCosts, StageSizes
 from coordinator.nodes import Link, Node, usable_of
 from coordinator.planner import plan
 from coordinator.request import PlanRequest
@@ -100,7 +100,7 @@ def test_the_planner_never_goes_below_its_floor_by_itself():
         ({"num_cells": 65_536, "lanes": 17}, r"--parallel 17 is more than 16, what 65536 cells"),
         ({"lanes": 9, "reserved_ids": 248}, r"more than 8, what \(256 ids - 248 reserved\)"),
         ({"num_cells": 0}, r"--ctx-size takes from 1"),
-        ({"num_stages": 7}, r"7 stages need as many nodes and layers: there are 6 nodes and 40"),
+        ({"num_stages": 7}, r"7 stages need as many nodes, and there are 6"),
         ({"cuts": (20, 20)}, r"cuts 20,20 are not legal .* rise and lie between 1 and 39"),
         ({"cuts": (40,)}, r"cuts 40 are not legal"),
         ({"cuts": (20,), "num_stages": 3}, r"the cuts make 2 stages, not 3"),
@@ -366,3 +366,27 @@ def test_an_automatic_context_need_not_be_a_power_of_two():
     costs = create_costs(4, 4 * GIB, kv=KIB, native=100_000)
     assert plan(costs, create_nodes(8), RULES).context == 100_000
     assert plan(replace(costs, native_context=40_960), create_nodes(8), RULES).context == 40_960
+
+
+def test_one_machine_holds_as_many_stages_as_are_asked_for_out_of_one_memory():
+    costs = create_costs(8, 8 * MIB, kv=8 * KIB, native=1024, common=7, head=MIB)
+    request = PlanRequest(num_stages=3)
+    sizes = StageSizes(costs, num_cells=1024, num_ids=4)
+    total = sum(sizes.total(lo, hi) for lo, hi in ((0, 3), (3, 6), (6, 8)))
+    found = plan(costs, [Node("a", total)], request)
+    assert layers_of(found) == [3, 3, 2]
+    assert {stage.free_bytes for stage in found.stages} == {0}
+    with pytest.raises(PlanError, match=r"a \(.*\) lacks 1B for layers 0:3, 3:6, 6:8") as caught:
+        plan(costs, [Node("a", total - 1)], request)
+    assert "would fit with --ctx-size 512" in str(caught.value)
+
+
+def test_stages_that_no_cuts_can_make_are_refused_before_memory_comes_into_it():
+    def only_in_pairs(lo: int, hi: int) -> str | None:
+        return None if (hi - lo) % 2 == 0 else "half a pair"
+
+    costs = replace(create_costs(8, 8, native=1024), why_illegal=only_in_pairs)
+    assert layers_of(plan(costs, create_nodes(1), PlanRequest(num_stages=4))) == [2, 2, 2, 2]
+    for nodes in (create_nodes(1), create_nodes(*[1] * 5)):
+        with pytest.raises(UsageError, match="cannot cut this model into 5 stages: no cuts"):
+            plan(costs, nodes, PlanRequest(num_stages=5))

@@ -22,16 +22,18 @@ from hypothesis.stateful import (
 
 from skippy_mesh.errors import RequestError, StageError
 from skippy_mesh.messages import SamplingParams, StepBatch, StepResult
+from skippy_mesh.scheduler import prefix_cache
 from skippy_mesh.scheduler import sequence as sequence_module
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakePipeline
 from tests.scheduling import Run, request
 
+RECURRENT = {"is_homogeneous": True, "prefix_rule": "boundary"}
 RULES = [
     {},
-    {"is_homogeneous": True},
-    {"is_homogeneous": True, "chunk_multiple": 4},
-    {"is_homogeneous": True, "chunk_multiple": 4, "replays_in_chunks": False},
+    RECURRENT,
+    RECURRENT | {"chunk_multiple": 4},
+    RECURRENT | {"chunk_multiple": 4, "replays_in_chunks": False},
 ]
 
 
@@ -39,6 +41,7 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         cells=st.integers(16, 80),
         lanes=st.integers(1, 6),
+        residents=st.integers(0, 3),
         num_stages=st.integers(1, 3),
         in_flight=st.integers(1, 4),
         max_rows=st.integers(4, 16),
@@ -47,22 +50,33 @@ class Traffic(RuleBasedStateMachine):
         ordering=st.sampled_from(["fcfs", "priority"]),
         promise=st.sampled_from([1, 4, 512]),
     )
-    def start(self, *, cells, lanes, num_stages, rules, promise, **knobs):
+    def start(self, *, cells, lanes, residents, num_stages, rules, promise, **knobs):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(sequence_module, "MAX_RESERVED_OUTPUT", promise)
         self.patch.setattr(sequence_module, "RESUME_MARGIN", min(promise, 8))
-        states = lanes if rules else None
+        self.patch.setattr(prefix_cache, "MIN_SHARED", 3)
+        self.patch.setattr(prefix_cache, "MIN_AWAITED", 6)
+        states = lanes + residents if rules else None
         self.faults: list[int] = []
         self.is_forgetful = self.has_fault = False
         self.refused_for_room: list[str] = []
         pipeline = FakePipeline(
-            capacities=[Capacity(lanes=lanes, attention=cells, recurrent=states)] * num_stages,
+            capacities=[
+                Capacity(lanes=lanes, residents=residents, attention=cells, recurrent=states)
+            ]
+            * num_stages,
             on_stage=self._on_stage,
             on_answer=self._on_answer,
         )
         self.num_stages = num_stages
         self.run = Run(
-            pipeline=pipeline, cells=cells, lanes=lanes, recurrent=states, rules=rules, **knobs
+            pipeline=pipeline,
+            cells=cells,
+            lanes=lanes,
+            residents=residents,
+            recurrent=states,
+            rules=rules,
+            **knobs,
         )
         recover = self.run.scheduler.recover
 
@@ -91,14 +105,25 @@ class Traffic(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         seed=st.integers(0, 3),
         at_once=st.integers(1, 4),
+        story=st.integers(0, 2),
+        num_common=st.integers(0, 40),
+        history_end=st.integers(0, 60),
     )
-    def arrive(self, num_prompt, max_tokens, priority, seed, at_once):
+    def arrive(self, num_prompt, at_once, story, num_common, history_end, seed, **fields):
+        """Prompts that begin alike for a while, each then goes on by itself."""
         # Half of them must be told their past when they begin again.
-        penalty = 1.0 + seed % 2
-        sampling = SamplingParams(temperature=1.0, seed=seed, repetition_penalty=penalty)
+        fields["sampling"] = SamplingParams(
+            temperature=1.0, seed=seed, repetition_penalty=1.0 + seed % 2
+        )
         for _ in range(at_once):
             name = f"r{len(self.run.asked)}"
-            asked = request(name, num_prompt, max_tokens, priority=priority, sampling=sampling)
+            asked = request(name, num_prompt, **fields)
+            begin = tuple(range(300 + 100 * story, 300 + 100 * story + num_common))
+            asked = dataclasses.replace(
+                asked,
+                token_ids=(*begin, *asked.token_ids)[:num_prompt],
+                history_end=min(history_end, num_prompt),
+            )
             try:
                 self.run.ask(asked)
             except RequestError:

@@ -127,7 +127,10 @@ def test_events_of_another_thread_arrive_in_order_and_end_once() -> None:
 
     async def read() -> Delta:
         tokens = TokenStream(
-            Limits(), abort=lambda: calls.append("abort"), on_end=lambda: calls.append("end")
+            Limits(),
+            abort=lambda: calls.append("abort"),
+            on_start=lambda: None,
+            on_end=lambda: calls.append("end"),
         )
 
         def produce() -> None:
@@ -151,7 +154,10 @@ def test_closing_early_aborts() -> None:
 
     async def leave() -> None:
         tokens = TokenStream(
-            Limits(), abort=lambda: calls.append("abort"), on_end=lambda: calls.append("end")
+            Limits(),
+            abort=lambda: calls.append("abort"),
+            on_start=lambda: None,
+            on_end=lambda: calls.append("end"),
         )
         tokens.put(event(65))
         await next_delta(tokens, Choice(FakeTokenizer()))
@@ -163,7 +169,9 @@ def test_closing_early_aborts() -> None:
 
 def test_waiting_may_be_given_up_without_losing_text() -> None:
     async def impatient() -> str:
-        tokens = TokenStream(Limits(), abort=lambda: None, on_end=lambda: None)
+        tokens = TokenStream(
+            Limits(), abort=lambda: None, on_start=lambda: None, on_end=lambda: None
+        )
         choice = Choice(FakeTokenizer())
         first, second = "é".encode()
         tokens.put(event(first))
@@ -180,7 +188,7 @@ def test_waiting_may_be_given_up_without_losing_text() -> None:
 def test_only_a_reader_that_leaves_the_buffer_full_is_stalled() -> None:
     async def stalls(*, reads: bool) -> bool:
         limits = Limits(max_pending=4, stall_timeout_s=0.03)
-        tokens = TokenStream(limits, abort=lambda: None, on_end=lambda: None)
+        tokens = TokenStream(limits, abort=lambda: None, on_start=lambda: None, on_end=lambda: None)
         for _ in range(4):
             tokens.put(event(65))
         await asyncio.sleep(0)
@@ -195,6 +203,6 @@ def test_only_a_reader_that_leaves_the_buffer_full_is_stalled() -> None:
 
 def test_an_event_after_the_loop_has_closed_does_not_reach_the_engine_as_an_error() -> None:
     async def make() -> TokenStream:
-        return TokenStream(Limits(), abort=lambda: None, on_end=lambda: None)
+        return TokenStream(Limits(), abort=lambda: None, on_start=lambda: None, on_end=lambda: None)
 
     asyncio.run(make()).put(event(65))

@@ -39,6 +39,7 @@ from skippy_mesh.step_log import StepLog
 from skippy_mesh.step_totals import DURATIONS_S, STEP_ROWS
 from skippy_mesh.telemetry import Telemetry
 from stages.fake import FakeGrammars, FakeTokenizer
+from tests.engines import BOUNDS, places_of
 
 STAGES = (Capacity(lanes=8, attention=4096), Capacity(lanes=6, attention=4352, window=4096))
 LEDGER = {
@@ -83,7 +84,8 @@ def record(**changes: Any) -> StepRecord:
         "admitted": 2, "resumed": 1, "preempted": 1,
         "prefill_tokens": 60, "decode_tokens": 3,
         "recompute_prompt_tokens": 10, "recompute_output_tokens": 4,
-        "prefix_hits": 0, "prefix_misses": 0, "prefix_hit_tokens": 0,
+        "prefix_hits": 0, "prefix_misses": {}, "prefix_hit_tokens": 0,
+        "prefix_queried_tokens": 0, "prefix_evictions": {},
         "batches_in_flight": 2, "step_s": 0.1, "scheduler_s": 0.0004,
         "stages": (StageTime(0.04, 0.01), StageTime(0.05, 0.02, 2)),
     }  # fmt: skip
@@ -282,7 +284,10 @@ def test_the_step_log_has_the_contracts_keys(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     telemetry = telemetry_of(step_log=StepLog(path))
     telemetry.observe(StepReport((token("z", finish_reason="abort"),), state=state()))
-    telemetry.observe(step(token(), token("b", finish_reason="stop")))
+    prefixes = {
+        "prefix_hits": 2, "prefix_misses": {"cold": 2, "off": 1}, "prefix_hit_tokens": 70
+    }  # fmt: skip
+    telemetry.observe(step(token(), token("b", finish_reason="stop"), **prefixes))
     telemetry.observe(step(step_id=6))
     telemetry.close()
     first, second = map(json.loads, path.read_text().splitlines())
@@ -292,7 +297,7 @@ def test_the_step_log_has_the_contracts_keys(tmp_path: Path) -> None:
         "running": 2, "waiting": 6, "admitted": 3, "preempted": 1, "finished": 2, "cancelled": 1,
         "prefill_tokens": 60, "decode_tokens": 3, "recompute_tokens": 14,
         "kv": [{"attention": store}, {"attention": {**store, "free": 4202}, "window": store}],
-        "prefix_hits": 0, "prefix_misses": 0, "prefix_hit_tokens": 0,
+        "prefix_hits": 2, "prefix_misses": 3, "prefix_hit_tokens": 70,
         "step_ms": 100.0, "plan_ms": 0.4, "stage_ms": [40.0, 50.0], "wait_ms": [10.0, 20.0],
     }  # fmt: skip
     assert (second["step_id"], second["finished"], second["cancelled"]) == (6, 0, 0)
@@ -412,7 +417,7 @@ class Echo:
 
 
 def client_of(channel: Echo, telemetry: Telemetry) -> EngineClient:
-    return EngineClient(channel, max_model_len=100, max_open=1, on_report=telemetry.observe)
+    return EngineClient(channel, max_model_len=100, on_report=telemetry.observe)
 
 
 def test_what_a_lost_engine_leaves_behind_is_counted_as_ended() -> None:
@@ -433,7 +438,7 @@ def test_an_observer_that_fails_ends_no_request(caplog: pytest.LogCaptureFixture
         raise ZeroDivisionError
 
     channel = Echo()
-    client = EngineClient(channel, max_model_len=100, max_open=1, on_report=fail)
+    client = EngineClient(channel, max_model_len=100, on_report=fail)
     events = list(client.generate(Request(request_id="a", token_ids=(1,), max_tokens=1)))
     client.close()
     assert [event.finish_reason for event in events] == ["length"]
@@ -444,12 +449,15 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
     channel, telemetry = Echo(), telemetry_of()
     client = client_of(channel, telemetry)
     health: list[str | None] = [LOADING]
+    places = places_of(ceiling=1, max_queue=0)
     app = create_app(
         client,
         FakeTokenizer(),
         FakeGrammars(),
         model_name="tiny",
         health=lambda: health[0],
+        places=places,
+        bounds=BOUNDS,
         api_keys=["key"],
         limits=Limits(max_body_bytes=1000),
         metrics=telemetry.render,
@@ -478,7 +486,7 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
             await post(400, {"prompt": "a", "temperature": 5})
             await post(413, {"prompt": "a" * 2000})
             await post(200, {"prompt": "a", "max_tokens": 1})
-            client.submit(Request(request_id="x", token_ids=(1,), max_tokens=9), lambda event: None)
+            await places.take()
             await post(429, {"prompt": "a"})
             return Seen((await http.get("/metrics")).content)
 
@@ -491,3 +499,21 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
     )  # fmt: skip
     assert page("requests_finished_total", reason="length") == 1
     assert page("requests_finished_total") == 1
+
+
+def test_a_silent_stage_is_down_and_before_the_first_answer_none_is_known() -> None:
+    silent: list[dict[int, str] | None] = [None]
+    telemetry = telemetry_of(silent_stages=lambda: silent[0])
+    assert "stage_up" not in seen(telemetry)
+    for found, expected in (({}, (1, 1)), ({1: "no answer"}, (1, 0))):
+        silent[0] = found
+        page = seen(telemetry)
+        assert tuple(page("stage_up", stage=stage) for stage in "01") == expected
+
+
+def test_a_log_that_is_there_is_gone_on_with(tmp_path: Path) -> None:
+    for is_new, lines in ((True, 1), (False, 2), (True, 1)):
+        log = StepLog(tmp_path / "steps", is_new=is_new)
+        log.write({"step": 1})
+        log.close()
+        assert len((tmp_path / "steps").read_text().splitlines()) == lines

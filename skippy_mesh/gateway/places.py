@@ -1,0 +1,178 @@
+"""A gateway's book of places: asked of the coordinator, told again to one that was restarted.
+
+One call takes a place and one counts its tokens. Who left the queue or ended is told with the next
+place that is taken, or else in one call for all of a turn of the event loop, and nobody waits for
+it. Everything here runs on that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from skippy_mesh.errors import CoordinatorLostError
+from skippy_mesh.places import Answer, Doorkeeper, News, OpenPlace, Refusal
+
+logger = logging.getLogger(__name__)
+
+_MAX_TERMS = 3
+"""Terms tried for one question. A second one means that a restart came between."""
+
+
+class PlaceRefusedError(Exception):
+    def __init__(self, refusal: Refusal):
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class Place:
+    """One request's place. Given back once, however often :meth:`end` is called."""
+
+    def __init__(self, places: Places, number: int, taken_s: float):
+        self._places = places
+        self.number = number
+        self.taken_s = taken_s
+        self.num_tokens = 0
+        self.is_waiting = True
+
+    async def count(self, num_tokens: int) -> None:
+        """:class:`PlaceRefusedError` if so many prompt tokens may not wait."""
+        await self._places.count(self, num_tokens)
+
+    def start(self) -> None:
+        """It has left the queue."""
+        if self.is_waiting:
+            self.is_waiting = False
+            self._places.tell_started(self)
+
+    def end(self) -> None:
+        self._places.tell_ended(self)
+
+
+class Places:
+    """All places of one gateway. ``gateway`` is its name; a new gateway of the same name takes the
+    place of the old one."""
+
+    def __init__(
+        self,
+        doorkeeper: Doorkeeper,
+        *,
+        gateway: str = "gateway_0",
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._doorkeeper = doorkeeper
+        self._gateway = gateway
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._open: dict[int, Place] = {}
+        self._term: int | None = None
+        self._registering = asyncio.Lock()
+        self._started: list[int] = []
+        self._ended: list[int] = []
+        self._telling: asyncio.Task[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def oldest_waiting_s(self) -> float | None:
+        """How long the first of those in the queue has been there. Any thread."""
+        waiting = [place.taken_s for place in list(self._open.values()) if place.is_waiting]
+        return self._clock() - min(waiting) if waiting else None
+
+    async def take(self) -> Place:
+        """A place; :class:`PlaceRefusedError` or :class:`CoordinatorLostError` if there is none."""
+        place = Place(self, next(self._numbers), self._clock())
+        try:
+            await self._ask(
+                lambda term: self._doorkeeper.take(
+                    self._gateway, term, place.number, self._take_news()
+                )
+            )
+        except asyncio.CancelledError:  # it may have been given all the same
+            self._ended.append(place.number)
+            self._tell_soon()
+            raise
+        self._open[place.number] = place
+        return place
+
+    async def count(self, place: Place, num_tokens: int) -> None:
+        await self._ask(
+            lambda term: self._doorkeeper.count(self._gateway, term, place.number, num_tokens)
+        )
+        place.num_tokens = num_tokens
+
+    def tell_started(self, place: Place) -> None:
+        self._started.append(place.number)
+        self._tell_soon()
+
+    def tell_ended(self, place: Place) -> None:
+        if self._open.pop(place.number, None) is not None:
+            self._ended.append(place.number)
+            self._tell_soon()
+
+    async def _ask(self, question: Callable[[int], Awaitable[Answer]]) -> None:
+        for _ in range(_MAX_TERMS):
+            term = await self._current_term()
+            try:
+                answer = await question(term)
+            except CoordinatorLostError:
+                self._forget(term)
+                raise
+            if answer.term == term == self._term:
+                if answer.refusal is not None:
+                    raise PlaceRefusedError(answer.refusal)
+                return
+            if answer.term != term:
+                self._forget(term)
+        raise CoordinatorLostError("the coordinator is being restarted over and over")
+
+    async def _current_term(self) -> int:
+        if self._term is not None:
+            return self._term
+        async with self._registering:  # one book for all who found the term gone
+            if self._term is None:
+                book = [
+                    OpenPlace(
+                        number=place.number,
+                        num_tokens=place.num_tokens,
+                        is_waiting=place.is_waiting,
+                    )
+                    for place in self._open.values()
+                ]
+                self._term = await self._doorkeeper.register(self._gateway, book)
+                logger.info("registered %d open requests, term %d", len(book), self._term)
+                if self._started or self._ended:  # meanwhile
+                    self._tell_soon()
+            return self._term
+
+    def _take_news(self) -> News:
+        news = News(tuple(self._started), tuple(self._ended))
+        self._started, self._ended = [], []
+        return news
+
+    def _forget(self, term: int) -> None:
+        if self._term == term:
+            self._term = None
+
+    def _tell_soon(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().create_task(self._tell())
+
+    async def _tell(self) -> None:
+        term = self._term
+        self._telling = None
+        if term is None:
+            return  # the next one who asks hands in the whole book
+        if not (news := self._take_news()):
+            return  # told already
+        try:
+            answer = await self._doorkeeper.note(self._gateway, term, news)
+        except CoordinatorLostError:
+            self._forget(term)
+            return
+        if answer.term != term:
+            self._forget(term)

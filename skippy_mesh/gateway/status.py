@@ -1,0 +1,106 @@
+"""``GET /status``: the mesh on one page, from what is known here. It asks nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from skippy_mesh.client import Channel
+from skippy_mesh.gateway.app import DRAINING
+from skippy_mesh.messages import Snapshot
+from skippy_mesh.step_totals import cells
+from skippy_mesh.telemetry import Bound
+from stages.worker import StageInfo
+
+
+class CeilingLike(Protocol):
+    @property
+    def binding(self) -> Bound: ...
+    @property
+    def terms(self) -> Sequence[Bound]: ...
+
+
+class Served(Protocol):
+    """A running mesh, as a gateway needs to know it. ``nodes`` names the machine of each stage."""
+
+    @property
+    def channel(self) -> Channel: ...
+    @property
+    def infos(self) -> Sequence[StageInfo]: ...
+    @property
+    def ceiling(self) -> CeilingLike: ...
+    @property
+    def context_bound(self) -> Bound: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def nodes(self) -> Sequence[str]: ...
+    @property
+    def why_inexact(self) -> str | None: ...
+    @property
+    def silent_stages(self) -> Callable[[], Mapping[int, str]]: ...
+
+
+def status(
+    mesh: Served,
+    *,
+    model_name: str,
+    config: Mapping[str, object],
+    problem: str | None,
+    state: Snapshot | None,
+    oldest_waiting_s: float | None,
+) -> dict[str, object]:
+    """What is not known is not there. ``state`` is the scheduler's after the last step."""
+    page: dict[str, object] = {
+        "state": _state(problem),
+        "captured_at": time.time(),
+        "model": model_name,
+        "stages": [
+            _stage(info, node, state) for info, node in zip(mesh.infos, mesh.nodes, strict=True)
+        ],
+        "exact": {"value": mesh.why_inexact is None, "reason": mesh.why_inexact},
+        "ceiling": {
+            "value": mesh.ceiling.binding.value,
+            "stage": mesh.ceiling.binding.stage,
+            "component": mesh.ceiling.binding.component,
+            "term": mesh.ceiling.binding.term,
+        },
+        "config": dict(config),
+    }
+    if problem is not None and problem != DRAINING:
+        page["problem"] = problem
+    if state is not None:
+        queue: dict[str, object] = {
+            "requests": sum(state.waiting.values()),
+            "tokens": state.waiting_tokens,
+        }
+        if oldest_waiting_s is not None:
+            queue["oldest_s"] = oldest_waiting_s
+        page["queue"] = queue
+        page["running"] = state.running
+        page["preempted"] = state.waiting.get("preempted", 0)
+    return page
+
+
+def _state(problem: str | None) -> str:
+    if problem is None:
+        return "ready"
+    return "draining" if problem == DRAINING else "failed"
+
+
+def _stage(info: StageInfo, node: str, state: Snapshot | None) -> dict[str, object]:
+    components: dict[str, dict[str, object]] = {
+        name: {"cells": size} for name, size in info.capacity.by_component().items()
+    }
+    if state is not None:
+        for name, counts in cells(info.capacity, state):
+            components[name].update(counts)
+    return {
+        "index": info.index,
+        "layers": [info.first_layer, info.end_layer],
+        "node": node,
+        "components": components,
+        "bytes": {"weights": info.weight_bytes, "context": info.context_bytes},
+        "ubatch": info.rules.max_rows,
+    }

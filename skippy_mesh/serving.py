@@ -1,0 +1,187 @@
+"""``serve``: its flags, and from a running mesh to a gateway in front of it.
+
+Heavy imports (Ray, llama.cpp, the web server) happen inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skippy_mesh import __version__
+from skippy_mesh.places import AdmissionLimits
+from skippy_mesh.planning import add_cache_flag, layout_of, planned
+from skippy_mesh.starting import open_mesh, ready_text, settings_of
+
+if TYPE_CHECKING:
+    from coordinator.launch import Mesh
+    from coordinator.planner import Plan
+    from skippy_mesh.gateway.server import GatewaySpec, Running
+    from stages.gguf_file import ModelFile
+
+_UNSHOWN = ("run", "command", "debug")
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
+    parser.add_argument("--api-key", default="", metavar="K[,K2]", help="require one of these keys")
+    parser.add_argument(
+        "--engine", choices=("auto", "mesh", "baseline"), default="auto",
+        help="auto: mesh, as no class of models has failed its gate; baseline: one at a time",
+    )  # fmt: skip
+    parser.add_argument(
+        "-np", "--parallel", type=int, metavar="N",
+        help="lower the number of requests that may run at once (default: what memory permits)",
+    )  # fmt: skip
+    _add_queue_flags(parser)
+    parser.add_argument(
+        "--scheduling-policy", choices=("fcfs", "priority"), default="fcfs",
+        help="who is admitted first (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--preemption-policy", default="newest", metavar="NAME",
+        help="whose memory is taken when it runs short: newest, cheapest-recompute (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--inter-token-ms", type=float, default=200.0, metavar="MS",
+        help="prompts may slow the answers being written down to this (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pin-prefill-rows", type=int, metavar="N",
+        help="rows of prompt beside live answers, instead of what pacing finds",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pin-running", type=int, metavar="N",
+        help="requests that run at once, instead of what pacing finds",
+    )  # fmt: skip
+    add_cache_flag(parser)
+    parser.add_argument("--step-log", metavar="FILE", help="write a JSON line for every step")
+
+
+def _add_queue_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-queue", type=int, metavar="N",
+        help="requests that may wait (4 for each that may run, at least 16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-queue-tokens", type=int, metavar="N",
+        help="prompt tokens that may wait (4 times the smallest pool)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--queue-timeout-s", type=float, default=0.0, metavar="S",
+        help="refuse who waits longer, and who would (0: off)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--request-timeout-s", type=float, default=0.0, metavar="S",
+        help="end a request that takes longer in all (0: off)",
+    )  # fmt: skip
+
+
+def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
+    """Load ``model`` as ``args`` say and answer requests until a signal."""
+    from skippy_mesh.gateway.server import listen, serve
+
+    settings_of(args)
+    _admission(args, ceiling=1, num_cells=1)
+    engine = "baseline" if args.engine == "baseline" else "mesh"
+    lanes = 1 if engine == "baseline" else args.parallel
+    with ExitStack() as stack:
+        plan = stack.enter_context(planned(args, model, lanes=lanes))
+        sock = stack.enter_context(closing(listen(args.host, args.port)))
+        spec = _gateway_spec(args, model, plan, port=sock.getsockname()[1], engine=engine)
+        print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
+        mesh = stack.enter_context(open_mesh(args, model, plan, engine=engine))
+        limits = _admission(
+            args,
+            ceiling=mesh.ceiling.value,
+            num_cells=min(info.capacity.num_cells for info in mesh.infos),
+        )
+        resolved = {
+            "parallel": limits.ceiling,
+            "max_queue": limits.max_queue,
+            "max_queue_tokens": limits.max_queue_tokens,
+        }
+        spec = replace(spec, config={**spec.config, **resolved})
+        gateway, url = stack.enter_context(_gateway(spec, mesh, limits, sock, args.mesh_name))
+        serve(gateway, ready_text(mesh, engine, url))
+
+
+@contextmanager
+def _gateway(
+    spec: GatewaySpec, mesh: Mesh, limits: AdmissionLimits, sock: socket.socket, mesh_name: str
+) -> Iterator[tuple[Running, str]]:
+    """A started gateway and its URL: here where the engine is here, else an actor beside it."""
+    from coordinator.coordinator import Coordinator, DirectDoorkeeper
+    from coordinator.launch import gateway_actor
+    from skippy_mesh.gateway.server import GatewayServer
+
+    if not mesh.is_remote:
+        here = GatewayServer(spec)
+        yield here, here.start(mesh, DirectDoorkeeper(Coordinator(limits)), sock)
+        return
+    sock.close()  # it kept the port: the actor opens it again
+    with gateway_actor(GatewayServer, spec, mesh, limits, mesh_name=mesh_name) as gateway:
+        yield gateway, gateway.start()
+
+
+def _admission(args: argparse.Namespace, *, ceiling: int, num_cells: int) -> AdmissionLimits:
+    max_queue, max_tokens = args.max_queue, args.max_queue_tokens
+    return AdmissionLimits(
+        ceiling=ceiling,
+        max_queue=max(4 * ceiling, 16) if max_queue is None else max_queue,
+        max_queue_tokens=4 * num_cells if max_tokens is None else max_tokens,
+        queue_timeout_s=args.queue_timeout_s,
+    )
+
+
+def _gateway_spec(
+    args: argparse.Namespace, model: ModelFile, plan: Plan, *, port: int, engine: str
+) -> GatewaySpec:
+    """What can be known before anything is loaded; an unwritable log is found here."""
+    from skippy_mesh.gateway.server import GatewaySpec
+    from skippy_mesh.gateway.streaming import Limits
+    from skippy_mesh.step_log import StepLog
+
+    if args.step_log is not None:
+        StepLog(args.step_log).close()
+    return GatewaySpec(
+        host=args.host,
+        port=port,
+        model_path=str(model.paths[0].resolve()),
+        model_name="demo" if args.model == "demo" else model.paths[0].stem,
+        api_keys=tuple(key for key in args.api_key.split(",") if key),
+        limits=Limits(
+            queue_timeout_s=args.queue_timeout_s, request_timeout_s=args.request_timeout_s
+        ),
+        step_log=None if args.step_log is None else str(Path(args.step_log).resolve()),
+        counts_steps=engine != "baseline",
+        build={
+            "version": __version__,
+            "llama_cpp": importlib.metadata.version("llama-cpp-python"),
+            "backend": "cpu",
+            "layout": layout_of(plan),
+        },
+        config=_shown(args),
+    )
+
+
+def _shown(args: argparse.Namespace) -> dict[str, object]:
+    """The flags for ``/status``, fit for JSON: no key, and of a file its name only."""
+    shown: dict[str, object] = {
+        name: value if isinstance(value, (str, int, float, tuple, type(None))) else str(value)
+        for name, value in vars(args).items()
+        if name not in _UNSHOWN
+    }
+    shown["model"] = Path(args.model).name
+    if args.memory_fraction is not None:
+        shown["memory_fraction"] = float(args.memory_fraction)
+    shown["api_key"] = "***" if args.api_key else ""
+    shown["step_log"] = None if args.step_log is None else Path(args.step_log).name
+    return shown
