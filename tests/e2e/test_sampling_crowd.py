@@ -69,6 +69,7 @@ class Answers:
         self._engine = Engine(plan.scheduler(), pipeline, self._take, checks_integrity=True)
         self.found: dict[str, Answer] = {}
         self.num_preempted = 0
+        self.num_cached: dict[str, int] = {}
 
     def ask(self, requests: Sequence[Request]) -> dict[str, Answer]:
         self.found = {each.request_id: [] for each in requests}
@@ -90,13 +91,15 @@ class Answers:
             if event.token_id is not None:
                 answer = self.found.setdefault(event.request_id, [])
                 answer.append((event.token_id, event.logprobs))
+            self.num_cached[event.request_id] = event.num_cached
         if report.record is not None:
             self.num_preempted += report.record.preempted
 
 
 @contextmanager
-def pipeline_of(made: Made) -> Iterator[LocalPipeline]:
-    specs = specs_of(made.path, made.model.num_layers, (1,), CONTEXT)
+def pipeline_of(made: Made, *, num_residents: int = 0) -> Iterator[LocalPipeline]:
+    context = replace(CONTEXT, num_residents=num_residents)
+    specs = specs_of(made.path, made.model.num_layers, (1,), context)
     pipeline = LocalPipeline([StageWorker(spec) for spec in specs])
     try:
         yield pipeline
@@ -122,6 +125,24 @@ def test_every_field_alone_in_a_crowd_and_after_preemptions(
         assert answers.ask(requests[4:]) == {name: alone[name] for name in list(FIELDS)[4:]}
         assert answers.epoch == 1, "no step failed"
     _assert_each_field_shows(alone, tokenizer)
+
+
+def test_every_field_behind_a_shared_prefix(made, shared_cache: Path) -> None:
+    """A lane that begins in the middle of its prompt, or at its end, has never computed what its
+    sampler must know."""
+    model: Made = made("dense", "q8_0", num_layers=4)
+    eog_ids = Tokenizer(str(model.path)).eog_ids
+    with pipeline_of(model, num_residents=4) as pipeline:
+        answers = Answers(pipeline)
+        for number, name in enumerate(FIELDS):
+            asked = request(number, name, eog_ids)
+            cold = answers.ask([replace(asked, shares_prefix=False)])[name]
+            assert answers.num_cached[name] == 0
+            begin = (*asked.token_ids[:20], 5)
+            answers.ask([Request(request_id="before", token_ids=begin, max_tokens=1)])
+            for num_shared in (20, len(asked.token_ids) - 1):
+                assert answers.ask([asked])[name] == cold, f"{name} behind {num_shared} tokens"
+                assert answers.num_cached[name] == num_shared
 
 
 def _fail_once(pipeline: LocalPipeline, *, after_steps: int) -> None:

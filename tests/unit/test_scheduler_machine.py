@@ -110,10 +110,10 @@ class Traffic(RuleBasedStateMachine):
         history_end=st.integers(0, 60),
     )
     def arrive(self, num_prompt, at_once, story, num_common, history_end, seed, **fields):
-        """Prompts that begin alike for a while, each then goes on by itself."""
-        # Half of them must be told their past when they begin again.
+        """Prompts that begin alike for a while, each then goes on by itself. Half of the samplers
+        must be told their past."""
         fields["sampling"] = SamplingParams(
-            temperature=1.0, seed=seed, repetition_penalty=1.0 + seed % 2
+            temperature=1.0, seed=seed, repetition_penalty=1.0 + seed % 2, repeat_last_n=-1
         )
         for _ in range(at_once):
             name = f"r{len(self.run.asked)}"
