@@ -38,6 +38,7 @@ from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
 from skippy_mesh.engine import EnginePlan
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError
+from skippy_mesh.health import MAX_RESTARTS
 from skippy_mesh.places import AdmissionLimits
 from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.sizes import format_size
@@ -64,10 +65,12 @@ _GROUP_OF = {
     "lane_ends": "step",
     "submit": "control",
     "abort": "control",
+    "check": "control",
     "close": "control",
     "times": "control",
     "reports": "reports",
     "info": "health",
+    "pulse": "health",
     "node": "health",
     "problem": "health",
 }
@@ -163,14 +166,21 @@ def mesh(
     parallel: int | None = None,
     planned: Ceiling | None = None,
     spread: bool = False,
+    max_restarts: int = MAX_RESTARTS,
 ) -> Iterator[Mesh]:
     """Stages and engine, running: in a thread where there is one stage, else as Ray actors, each
-    on a node of its own with ``spread``.
+    on a node of its own with ``spread`` and started again ``max_restarts`` times in 10 minutes.
 
     ``planned`` is the ceiling these stages were planned for, which holds unless they came out
     smaller; without it ``parallel`` may lower what they have.
     """
-    plan_of = functools.partial(engine_plan, settings=settings, parallel=parallel, planned=planned)
+    plan_of = functools.partial(
+        engine_plan,
+        settings=settings,
+        parallel=parallel,
+        planned=planned,
+        max_restarts=max_restarts,
+    )
     with ExitStack() as stack:
         if is_local(specs):
             yield stack.enter_context(_local_mesh(specs[0], plan_of))
@@ -258,6 +268,7 @@ def engine_plan(
     settings: EngineSettings,
     parallel: int | None = None,
     planned: Ceiling | None = None,
+    max_restarts: int = MAX_RESTARTS,
 ) -> tuple[EnginePlan, Ceiling]:
     """What the engine over these stages may do: the least of what each can."""
     if planned is None:
@@ -276,6 +287,7 @@ def engine_plan(
         max_model_len=min(infos[0].max_trained_tokens, capacity.num_cells),
         max_in_flight=len(infos),
         ceiling=limit.value,
+        max_restarts=max_restarts,
         settings=settings,
     )
     return plan, limit
@@ -316,7 +328,7 @@ def stage_actors(
                 actor_class.options(
                     name=f"{mesh_name}_stage_{spec.index}",
                     num_cpus=spec.context.num_threads,
-                    max_restarts=0,
+                    max_restarts=-1,  # how many is for RestartLimit to say
                     max_task_retries=0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         placement_group=group, placement_group_bundle_index=spec.index

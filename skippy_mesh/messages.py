@@ -241,14 +241,24 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StageLoss:
+    """``stage`` died and is started again; ``num_sequences`` that ran are computed once more."""
+
+    stage: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """The one message a step sends to the gateway.
 
     ``admitted`` are the requests that left the queue with it. ``record`` is None when no rows were
-    run; ``state`` says then where the scheduler stands, None if that is not known.
+    run; ``state`` says then where the scheduler stands, None if that is not known. ``loss`` is what
+    happened instead of a step.
     """
 
     events: tuple[TokenEvent, ...]
     record: StepRecord | None = None
     state: Snapshot | None = None
     admitted: tuple[str, ...] = ()
+    loss: StageLoss | None = None

@@ -14,6 +14,7 @@ from skippy_mesh.client import ReportQueue
 from skippy_mesh.config import StageSpec
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.errors import StageError
+from skippy_mesh.health import Pulse, RestartLimit
 from skippy_mesh.messages import Request, StepReport
 from stages.pipeline import HeadPipeline
 from stages.worker import Progress, StageInfo, StageWorker
@@ -34,8 +35,9 @@ class StageHead:
 
     def prepare(self, plan: EnginePlan, actors: Sequence[Any] = ()) -> None:
         """Build the engine over this stage and the ``actors`` of those behind it."""
-        pipeline = HeadPipeline(self._worker, actors)
-        self._engine = Engine(plan.scheduler(), pipeline, self._report)
+        pipeline = HeadPipeline(self._worker, actors, plan.capacity)
+        restarts = RestartLimit(plan.max_restarts)
+        self._engine = Engine(plan.scheduler(), pipeline, self._report, restarts=restarts)
 
     def serve(self) -> None:
         """Run until :meth:`close`."""
@@ -66,6 +68,13 @@ class StageHead:
 
     def info(self) -> StageInfo | None:
         return self._worker.info()
+
+    def pulse(self) -> Pulse:
+        return self._worker.pulse()
+
+    def check(self) -> None:
+        """A stage behind this one may be gone: look, if nothing runs that would find out."""
+        self._prepared().check()
 
     def node(self) -> str:
         return self._worker.node()

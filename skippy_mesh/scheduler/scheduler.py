@@ -46,7 +46,7 @@ class Scheduler:
 
     ``max_model_len`` bounds prompt plus output of a request, ``max_in_flight`` the batches that are
     scheduled and not committed. ``ceiling`` is the most sequences that may run at once, ``pacer``
-    and ``run_limit`` what is worth running.
+    and ``run_limit`` what is worth running. Stages that have seen ``first_epoch`` take no step.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Scheduler:
         policies: Policies | None = None,
         pacer: PrefillPacer | None = None,
         run_limit: RunLimit | None = None,
+        first_epoch: int = 0,
     ):
         policies = policies or Policies()
         self._capacity = capacity
@@ -77,7 +78,7 @@ class Scheduler:
         self._ended: list[TokenEvent] = []
         self._num_turns = 0
         self._prefix_counts = PrefixCounts()
-        self.epoch = -1
+        self.epoch = first_epoch - 1
         self._start_epoch()
 
     @property

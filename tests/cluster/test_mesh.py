@@ -14,7 +14,7 @@ import ray
 from coordinator.launch import cluster_nodes, mesh
 from skippy_mesh.client import EngineClient
 from skippy_mesh.config import ContextConfig, EngineSettings, specs_of
-from skippy_mesh.errors import SkippyError, UsageError
+from skippy_mesh.errors import UsageError
 from skippy_mesh.messages import Request, SamplingParams
 
 CONTEXT = ContextConfig(num_cells=2048, num_lanes=8, num_threads=1)
@@ -24,10 +24,10 @@ names = (f"mesh{number}" for number in itertools.count())
 
 
 @contextlib.contextmanager
-def running(model, cuts=(2,), *, parallel=None):
+def running(model, cuts=(2,), **options):
     specs = specs_of(model, 6, cuts, CONTEXT)
     with (
-        mesh(specs, EngineSettings(), mesh_name=next(names), parallel=parallel) as started,
+        mesh(specs, EngineSettings(), mesh_name=next(names), **options) as started,
         contextlib.closing(
             EngineClient(started.channel, max_model_len=started.max_model_len)
         ) as client,
@@ -94,23 +94,43 @@ def test_an_aborted_session_ends_and_the_others_do_not_notice(model, alone):
         assert not client.abort("100")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_stage_that_dies_ends_every_open_session_with_an_error(model, victim):
-    with running(model) as (started, client):
-        streams = [submit(client, request(number, max_tokens=1500)) for number in range(4)]
-        for stream in streams:
-            stream.get(timeout=ENDS_WITHIN_S)
-        os.kill(started.infos[victim].process_id, signal.SIGKILL)
-        ends = [until_end(stream)[1] for stream in streams]
-        assert {event.finish_reason for event in ends} == {"error"}
-        assert all(f"stage {victim}" in event.error for event in ends)
-        assert f"stage {victim} " in started.silent_stages()[victim]
-        # A dead stage 0 takes the channel with it; with another, the engine is there to say no.
-        try:
-            _, event = until_end(submit(client, request(9)))
-            assert event.finish_reason == "error"
-        except SkippyError as error:
-            assert "stage 0" in str(error)
+def processes():
+    """The process of each stage of the one mesh there is."""
+    names = (actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True))
+    infos = ray.get([ray.get_actor(name).info.remote() for name in names if "_stage_" in name])
+    return {info.index: info.process_id for info in infos}
+
+
+def progress(streams, count):
+    """``count`` more tokens of each of ``streams``."""
+    return [
+        [stream.get(timeout=ENDS_WITHIN_S).token_id for _ in range(count)] for stream in streams
+    ]
+
+
+@pytest.fixture(scope="module")
+def long_alone(cluster, model):
+    with running(model, ()) as (_, client):
+        return [until_end(submit(client, request(number, 300)))[0] for number in range(3)]
+
+
+def test_a_stage_that_dies_is_a_pause_and_not_a_byte_differs(model, long_alone):
+    """Each later stage in turn, while three sessions are in the middle of their answers."""
+    with running(model, (1, 3)) as (started, client):
+        streams = [submit(client, request(number, 300)) for number in range(3)]
+        tokens = progress(streams, 3)
+        for victim in (1, 2):
+            was = processes()
+            os.kill(was[victim], signal.SIGKILL)
+            more = progress(streams, 60)
+            tokens = [before + after for before, after in zip(tokens, more, strict=True)]
+            changed = {stage for stage, process in processes().items() if process != was[stage]}
+            assert changed == {victim}, "a stage that lives is not loaded again"
+        ends = [until_end(stream) for stream in streams]
+        assert {event.finish_reason for _, event in ends} == {"length"}
+        tokens = [before + rest for before, (rest, _) in zip(tokens, ends, strict=True)]
+        assert tokens == long_alone
+        assert started.silent_stages() == {}
 
 
 def test_a_ceiling_asked_too_high_is_refused_with_what_binds_it(model):

@@ -123,7 +123,7 @@ def test_a_channel_that_refuses_leaves_nothing_open(client_of):
 
     def refuse(_asked):
         del channel.submit
-        raise StageLostError("the line is cut")
+        raise StageLostError("the line is cut", 0)
 
     channel.submit = refuse
     with pytest.raises(StageLostError):
@@ -155,7 +155,10 @@ def test_an_engine_that_stands_still_with_work_open_is_a_problem_and_an_idle_one
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(StageLostError("stage 0 is lost"), "stage 0 is lost"), (OSError("secret"), "engine is lost")],
+    [
+        (StageLostError("stage 0 is lost", 0), "stage 0 is lost"),
+        (OSError("secret"), "engine is lost"),
+    ],
 )
 def test_a_lost_engine_ends_every_request_and_later_ones_are_refused(client_of, error, said):
     class Lost(Channel):
