@@ -34,11 +34,12 @@ from coordinator.coordinator import Coordinator
 from coordinator.nodes import Node, nodes_of_cluster
 from coordinator.placement import why_unplaced
 from coordinator.remote import RemoteDoorkeeper, RemoteGateway
+from coordinator.supervisor import Supervisor
 from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
 from skippy_mesh.engine import EnginePlan
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError
-from skippy_mesh.health import MAX_RESTARTS
+from skippy_mesh.health import MAX_RESTARTS, STUCK_S, Watchdog
 from skippy_mesh.places import AdmissionLimits
 from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.sizes import format_size
@@ -53,7 +54,6 @@ _OBJECT_STORE_BYTES = 256 * 2**20
 _PLACEMENT_TIMEOUT_S = 600.0
 _PLACEMENT_NOTICE_S = 10.0
 _CONNECT_TIMEOUT_S = 10.0
-_END_S = 10.0
 # A decode must not block a question about health, and one thread must own the context.
 _CONCURRENCY_GROUPS = {"step": 1, "control": 1, "reports": 2, "health": 1}
 _GROUP_OF = {
@@ -63,6 +63,7 @@ _GROUP_OF = {
     "step": "step",
     "step_logits": "step",
     "lane_ends": "step",
+    "connect": "control",
     "submit": "control",
     "abort": "control",
     "check": "control",
@@ -72,7 +73,6 @@ _GROUP_OF = {
     "info": "health",
     "pulse": "health",
     "node": "health",
-    "problem": "health",
 }
 
 
@@ -205,7 +205,7 @@ def _local_mesh(spec: StageSpec, plan_of: _PlanOf) -> Iterator[Mesh]:
         return Mesh(head, [info], limit, plan.max_model_len, silent, node), head.serve
 
     def silent() -> dict[int, str]:
-        problem = head.problem()
+        problem = head.pulse().problem
         return {} if problem is None else {0: problem}
 
     with on_own_thread(load) as loaded:
@@ -245,13 +245,10 @@ def _ray_mesh(
         actors, infos,
     ):  # fmt: skip
         plan, limit = plan_of(infos)
-        head = actors[0]
-        ray.get(head.prepare.remote(plan, actors[1:]))
-        channel = RemoteHead(head)
-        serving = head.serve.remote()
+        supervisor = Supervisor(actors, plan, Watchdog(STUCK_S))
         try:
             yield Mesh(
-                channel,
+                RemoteHead(actors[0]),
                 infos,
                 limit,
                 plan.max_model_len,
@@ -259,8 +256,7 @@ def _ray_mesh(
                 ray.get([actor.node.remote() for actor in actors]),
             )
         finally:
-            channel.close()
-            ray.wait([serving], timeout=_END_S)
+            supervisor.close()
 
 
 def engine_plan(

@@ -140,9 +140,10 @@ class Engine:
         """End a request within one step. Any thread; unknown ids are no error."""
         self._commands.put(lambda: self._abort(request_id))
 
-    def abort_all(self) -> None:
-        """End everything open within one step. Any thread."""
-        self._commands.put(self.scheduler.abort_all)
+    def report_to(self, report: Callable[[StepReport], None]) -> None:
+        """``report`` to somebody who knows of no request: what is open is dropped, and not a word
+        of it is said. Any thread."""
+        self._commands.put(lambda: self._report_to(report))
 
     def check(self) -> None:
         """A stage may be gone. With work open a step finds out; else it is looked for here. Any
@@ -302,6 +303,13 @@ class Engine:
                 self.scheduler.abort_all()
                 return
             command()
+
+    def _report_to(self, report: Callable[[StepReport], None]) -> None:
+        if self.scheduler.has_work:
+            self._pending.clear()
+            self.scheduler.fail_all("nobody is left to hear of it")
+            self.scheduler.take_events()
+        self._report = report
 
     def _add(self, request: Request) -> None:
         reason = self.problem or ("the engine is shutting down" if self._is_closing else None)

@@ -45,17 +45,18 @@ class RestartLimit:
 @dataclass(frozen=True, slots=True)
 class Pulse:
     """What a stage says of itself at any time. ``epoch`` is the last it ran a step of, ``step_s``
-    how long the step that it runs has taken, 0 if none."""
+    how long the step that it runs has taken, 0 if none; ``problem`` is why it can run none."""
 
     is_loaded: bool
     epoch: int
     step_s: float
+    problem: str | None = None
 
 
 class Watchdog:
     """Tells a stage that hangs from one that works: the same step for ``limit_s``, or no word."""
 
-    def __init__(self, limit_s: float = STUCK_S):
+    def __init__(self, limit_s: float):
         self._limit_s = limit_s
         self._silent_since_s: dict[int, float] = {}
 

@@ -64,6 +64,10 @@ class Request:
     lower ``priority`` goes first, where the ordering policy says so. Only requests of the same
     ``namespace`` share computed prefixes, and none at all unless it ``shares_prefix``. The first
     ``history_end`` tokens are what the conversation's next prompt begins with, 0 if unknown.
+
+    ``outputs`` were generated already, by an engine that is gone: they count as output and are not
+    reported again. One that ``was_running`` when that engine died is computed alone at first, for
+    it may be the reason.
     """
 
     request_id: str
@@ -76,6 +80,8 @@ class Request:
     history_end: int = 0
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
+    outputs: tuple[int, ...] = ()
+    was_running: bool = False
 
     def __post_init__(self) -> None:
         if not self.token_ids:

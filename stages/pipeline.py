@@ -214,6 +214,21 @@ class RemoteHead:
 
     def __init__(self, actor: Any):
         self._actor = actor
+        self._is_closed = False
+
+    def connect(self) -> None:
+        while not self._is_closed:
+            try:
+                return ray.get(self._actor.connect.remote())  # type: ignore[no-any-return]
+            except ray.exceptions.ActorDiedError as error:  # never again: it was given up
+                raise StageLostError("stage 0 is lost and is not started again", 0) from error
+            except ray.exceptions.RayTaskError as error:
+                if not isinstance(error.cause, StageError):  # that is: no engine yet
+                    raise
+            except ray.exceptions.RayError:
+                pass
+            time.sleep(_RETRY_S)
+        raise StageLostError("stage 0 was lost, and the mesh is shutting down", 0)
 
     def submit(self, request: Request) -> None:
         self._actor.submit.remote(request)
@@ -222,6 +237,7 @@ class RemoteHead:
         self._actor.abort.remote(request_id)
 
     def close(self) -> None:
+        self._is_closed = True
         self._actor.close.remote()
 
     def reports(self) -> Iterator[StepReport]:
@@ -256,6 +272,8 @@ def silent_stages(actors: Sequence[Any], *, first_index: int = 0) -> dict[int, s
             silent[index] = f"stage {index} does not answer ({type(pulse).__name__})"
         elif not pulse.is_loaded:
             silent[index] = f"stage {index} was started again and is not loaded yet"
+        elif pulse.problem is not None:
+            silent[index] = pulse.problem
     return silent
 
 

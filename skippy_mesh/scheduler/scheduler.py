@@ -91,11 +91,7 @@ class Scheduler:
         request.check_fits(self.max_model_len)
         if request.request_id in self._open:
             raise RequestError(f"request id {request.request_id} is already open")
-        sequence = Sequence(
-            request=request,
-            turn=self._num_turns,
-            max_tokens=min(request.max_tokens, self.max_model_len - len(request.token_ids)),
-        )
+        sequence = Sequence.of(request, turn=self._num_turns, max_model_len=self.max_model_len)
         self._num_turns += 1
         self._open[request.request_id] = sequence
         self.waiting.add(sequence)

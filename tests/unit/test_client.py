@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -34,6 +35,10 @@ class Channel:
         self.error = None
         self.submitted = []
 
+    def connect(self):
+        if self.error is not None:
+            raise self.error
+
     def _run(self):
         self._engine.run()
         self._reports.close()
@@ -55,6 +60,13 @@ class Channel:
             raise self.error
 
 
+def until(is_so):
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def client_of():
     clients = []
@@ -62,6 +74,7 @@ def client_of():
     def make(channel=None, **options):
         options = {"max_model_len": 512, **options}
         clients.append(EngineClient(channel or Channel(), **options))
+        until(lambda: clients[-1]._is_connected)
         return clients[-1]
 
     yield make
@@ -166,6 +179,7 @@ def test_a_lost_engine_ends_every_request_and_later_ones_are_refused(client_of, 
             assert gate.wait(20)
             self.close()
             self._thread.join()
+            self.error = error
             raise error
 
     gate = threading.Event()

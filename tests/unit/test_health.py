@@ -32,7 +32,7 @@ def working(step_s):
 
 
 def test_a_legal_step_of_a_minute_survives_and_one_without_end_does_not():
-    dog = Watchdog()
+    dog = Watchdog(STUCK_S)
     for second in range(int(STUCK_S) + 1):
         assert dog.stuck({0: working(0.0), 1: working(second)}, second) == {}
     assert dog.stuck({0: working(0.0), 1: working(121.0)}, 121.0) == {
@@ -41,7 +41,7 @@ def test_a_legal_step_of_a_minute_survives_and_one_without_end_does_not():
 
 
 def test_silence_is_no_end_until_it_has_lasted_and_any_word_ends_it():
-    dog = Watchdog()
+    dog = Watchdog(STUCK_S)
     for second in range(121):
         assert dog.stuck({1: None}, second) == {}
     assert dog.stuck({1: working(0.0)}, 121) == {}
@@ -52,7 +52,7 @@ def test_silence_is_no_end_until_it_has_lasted_and_any_word_ends_it():
 
 
 def test_a_stage_whose_process_is_gone_is_not_silent():
-    dog = Watchdog()
+    dog = Watchdog(STUCK_S)
     dog.stuck({1: None}, 0)
     assert dog.stuck({}, STUCK_S + 1) == {}
     assert dog.stuck({1: None}, STUCK_S + 2) == {}
