@@ -120,6 +120,9 @@ class Baseline:
             if request_id in self._open:
                 self._aborted.add(request_id)
 
+    def connect(self) -> None:
+        """It is there from the start, and does not come back."""
+
     def reports(self) -> Iterator[StepReport]:
         return iter(self._reports)
 

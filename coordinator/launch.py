@@ -34,10 +34,12 @@ from coordinator.coordinator import Coordinator
 from coordinator.nodes import Node, nodes_of_cluster
 from coordinator.placement import why_unplaced
 from coordinator.remote import RemoteDoorkeeper, RemoteGateway
+from coordinator.supervisor import Supervisor
 from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
 from skippy_mesh.engine import EnginePlan
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError
+from skippy_mesh.health import MAX_RESTARTS, STUCK_S, Watchdog
 from skippy_mesh.places import AdmissionLimits
 from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.sizes import format_size
@@ -52,7 +54,6 @@ _OBJECT_STORE_BYTES = 256 * 2**20
 _PLACEMENT_TIMEOUT_S = 600.0
 _PLACEMENT_NOTICE_S = 10.0
 _CONNECT_TIMEOUT_S = 10.0
-_END_S = 10.0
 # A decode must not block a question about health, and one thread must own the context.
 _CONCURRENCY_GROUPS = {"step": 1, "control": 1, "reports": 2, "health": 1}
 _GROUP_OF = {
@@ -62,14 +63,16 @@ _GROUP_OF = {
     "step": "step",
     "step_logits": "step",
     "lane_ends": "step",
+    "connect": "control",
     "submit": "control",
     "abort": "control",
+    "check": "control",
     "close": "control",
     "times": "control",
     "reports": "reports",
     "info": "health",
+    "pulse": "health",
     "node": "health",
-    "problem": "health",
 }
 
 
@@ -163,14 +166,21 @@ def mesh(
     parallel: int | None = None,
     planned: Ceiling | None = None,
     spread: bool = False,
+    max_restarts: int = MAX_RESTARTS,
 ) -> Iterator[Mesh]:
     """Stages and engine, running: in a thread where there is one stage, else as Ray actors, each
-    on a node of its own with ``spread``.
+    on a node of its own with ``spread`` and started again ``max_restarts`` times in 10 minutes.
 
     ``planned`` is the ceiling these stages were planned for, which holds unless they came out
     smaller; without it ``parallel`` may lower what they have.
     """
-    plan_of = functools.partial(engine_plan, settings=settings, parallel=parallel, planned=planned)
+    plan_of = functools.partial(
+        engine_plan,
+        settings=settings,
+        parallel=parallel,
+        planned=planned,
+        max_restarts=max_restarts,
+    )
     with ExitStack() as stack:
         if is_local(specs):
             yield stack.enter_context(_local_mesh(specs[0], plan_of))
@@ -195,7 +205,7 @@ def _local_mesh(spec: StageSpec, plan_of: _PlanOf) -> Iterator[Mesh]:
         return Mesh(head, [info], limit, plan.max_model_len, silent, node), head.serve
 
     def silent() -> dict[int, str]:
-        problem = head.problem()
+        problem = head.pulse().problem
         return {} if problem is None else {0: problem}
 
     with on_own_thread(load) as loaded:
@@ -235,13 +245,10 @@ def _ray_mesh(
         actors, infos,
     ):  # fmt: skip
         plan, limit = plan_of(infos)
-        head = actors[0]
-        ray.get(head.prepare.remote(plan, actors[1:]))
-        channel = RemoteHead(head)
-        serving = head.serve.remote()
+        supervisor = Supervisor(actors, plan, Watchdog(STUCK_S))
         try:
             yield Mesh(
-                channel,
+                RemoteHead(actors[0]),
                 infos,
                 limit,
                 plan.max_model_len,
@@ -249,8 +256,7 @@ def _ray_mesh(
                 ray.get([actor.node.remote() for actor in actors]),
             )
         finally:
-            channel.close()
-            ray.wait([serving], timeout=_END_S)
+            supervisor.close()
 
 
 def engine_plan(
@@ -258,6 +264,7 @@ def engine_plan(
     settings: EngineSettings,
     parallel: int | None = None,
     planned: Ceiling | None = None,
+    max_restarts: int = MAX_RESTARTS,
 ) -> tuple[EnginePlan, Ceiling]:
     """What the engine over these stages may do: the least of what each can."""
     if planned is None:
@@ -276,6 +283,7 @@ def engine_plan(
         max_model_len=min(infos[0].max_trained_tokens, capacity.num_cells),
         max_in_flight=len(infos),
         ceiling=limit.value,
+        max_restarts=max_restarts,
         settings=settings,
     )
     return plan, limit
@@ -316,7 +324,7 @@ def stage_actors(
                 actor_class.options(
                     name=f"{mesh_name}_stage_{spec.index}",
                     num_cpus=spec.context.num_threads,
-                    max_restarts=0,
+                    max_restarts=-1,  # how many is for RestartLimit to say
                     max_task_retries=0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         placement_group=group, placement_group_bundle_index=spec.index

@@ -1,6 +1,8 @@
 """The gateway's end of the engine: submit requests, get every step's report, hand out its events.
 
 The engine may be a thread of this process or an actor elsewhere; a :class:`Channel` hides which.
+When it dies and is started again, all that is open is submitted once more with what it has
+generated, and goes on where it was.
 How many may be submitted is not decided here: that is admission's.
 """
 
@@ -11,20 +13,28 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
-from skippy_mesh.errors import SkippyError
-from skippy_mesh.messages import Request, StepReport, TokenEvent
+from skippy_mesh.errors import SkippyError, StageLostError
+from skippy_mesh.messages import Request, StageLoss, StepReport, TokenEvent
 
 logger = logging.getLogger(__name__)
 
 STALL_S = 120.0
+MAX_LOSSES_ALONE = 2
+"""An engine that dies so often while a request runs alone, without a token, dies of it."""
 END_S = 15.0  # an engine that hangs must not keep its server from ending
 Sink = Callable[[TokenEvent], None]
 
 
 class Channel(Protocol):
     """An engine, from any thread of any process."""
+
+    def connect(self) -> None:
+        """Wait until an engine listens. It knows no request yet, whatever was submitted before;
+        :class:`SkippyError` if there will be none any more."""
+        ...
 
     def submit(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
@@ -33,7 +43,8 @@ class Channel(Protocol):
         ...
 
     def reports(self) -> Iterator[StepReport]:
-        """One report a step until the engine ends; raises if it is lost."""
+        """One report a step until the engine ends; :class:`StageLostError` if it is lost, after
+        which one may :meth:`connect` again."""
         ...
 
 
@@ -55,14 +66,41 @@ class ReportQueue:
 
 
 class _Receiver:
-    def __init__(self, sink: Sink, on_start: Callable[[], object] | None):
+    def __init__(self, request: Request, sink: Sink, on_start: Callable[[], object] | None):
         self.sink = sink
+        self.is_aborted = self.has_started = False
+        self.num_losses_alone = 0
+        self._request = request
+        self._outputs: list[int] = []
         self._on_start = on_start
 
+    @property
+    def request(self) -> Request:
+        """What an engine that knows nothing must be asked for."""
+        return replace(self._request, outputs=tuple(self._outputs), was_running=self.has_started)
+
+    def end(self, engine_problem: str) -> TokenEvent | None:
+        """Its last event, if it must not run again on the engine that comes."""
+        request_id = self._request.request_id
+        if self.is_aborted:
+            return TokenEvent(request_id=request_id, finish_reason="abort")
+        if self.num_losses_alone >= MAX_LOSSES_ALONE:
+            error = f"{engine_problem}, each time this request ran alone"
+            return TokenEvent(request_id=request_id, finish_reason="error", error=error)
+        return None
+
     def start(self) -> None:
+        self.has_started = True
         on_start, self._on_start = self._on_start, None
         if on_start is not None:
             on_start()
+
+    def take(self, event: TokenEvent) -> None:
+        if event.token_id is not None:
+            self._outputs.append(event.token_id)
+            self.num_losses_alone = 0
+        self.start()
+        self.sink(event)
 
 
 class EngineClient:
@@ -84,6 +122,8 @@ class EngineClient:
         self._channel = channel
         self._on_report = on_report
         self._receivers: dict[str, _Receiver] = {}
+        self._is_connected = False
+        self._suspects: list[str] = []  # run alone, in this order, until each has had an event
         self._lock = threading.Lock()
         self._end: str | None = None
         self._lost: str | None = None
@@ -110,14 +150,19 @@ class EngineClient:
             if not self._receivers:
                 self._progress_s = self._clock()
             # Under the lock, or an abort could reach the engine first and be forgotten.
-            self._channel.submit(request)
-            self._receivers[request.request_id] = _Receiver(sink, on_start)
+            if self._is_connected:
+                self._channel.submit(request)
+            self._receivers[request.request_id] = _Receiver(request, sink, on_start)
 
     def abort(self, request_id: str) -> bool:
         """End a request within one step; False if it is not open."""
-        if request_id not in self._receivers:
-            return False
-        self._channel.abort(request_id)
+        with self._lock:
+            receiver = self._receivers.get(request_id)
+            if receiver is None:
+                return False
+            receiver.is_aborted = True
+            if self._is_connected:
+                self._channel.abort(request_id)
         return True
 
     def problem(self) -> str | None:
@@ -151,9 +196,7 @@ class EngineClient:
     def _read(self) -> None:
         reason = "the engine is shutting down"
         try:
-            for report in self._channel.reports():
-                self._progress_s = self._clock()
-                self._deliver(report)
+            self._serve()
         except SkippyError as error:
             self._lost = reason = str(error)
         except Exception:
@@ -164,6 +207,44 @@ class EngineClient:
             left = list(self._receivers)
         ends = [TokenEvent(request_id=r, finish_reason="error", error=reason) for r in left]
         self._deliver(StepReport(tuple(ends)))
+
+    def _serve(self) -> None:
+        """Until the engine ends, or is lost and does not come back."""
+        loss: StageLostError | None = None
+        while True:
+            self._channel.connect()
+            self._resume(loss)
+            try:
+                for report in self._channel.reports():
+                    self._progress_s = self._clock()
+                    self._deliver(report)
+                return
+            except StageLostError as error:
+                logger.warning("%s; what is open is submitted to the next engine", error)
+                loss = error
+            with self._lock:
+                self._is_connected = False
+                if self._suspects:
+                    self._receivers[self._suspects[0]].num_losses_alone += 1
+
+    def _resume(self, loss: StageLostError | None) -> None:
+        """Submit all that is open: first who ran when the engine was lost, and of those who seems
+        to have been the reason."""
+        with self._lock:
+            ends = {name: each.end(str(loss)) for name, each in self._receivers.items()}
+            left = [name for name, end in ends.items() if end is None]
+            left.sort(key=lambda name: -self._receivers[name].num_losses_alone)
+            self._suspects = [name for name in left if self._receivers[name].has_started]
+            fresh = [name for name in left if not self._receivers[name].has_started]
+            for name in (*self._suspects, *fresh):
+                self._channel.submit(self._receivers[name].request)
+            self._is_connected = True
+            self._progress_s = self._clock()
+            if self._end is not None:  # the engine that was told so is gone
+                self._channel.close()
+        if loss is not None:
+            events = tuple(end for end in ends.values() if end is not None)
+            self._deliver(StepReport(events, loss=StageLoss(loss.stage, len(self._suspects))))
 
     def _deliver(self, report: StepReport) -> None:
         if self._on_report is not None:
@@ -184,10 +265,11 @@ class EngineClient:
             receiver = self._receivers.get(event.request_id)
             if event.finish_reason is not None:
                 self._receivers.pop(event.request_id, None)
+            if event.request_id in self._suspects:
+                self._suspects.remove(event.request_id)
         if receiver is None:
             return
-        receiver.start()
         try:
-            receiver.sink(event)
+            receiver.take(event)
         except Exception:
             logger.exception("the receiver of request %s failed", event.request_id)

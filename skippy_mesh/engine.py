@@ -18,8 +18,10 @@ from typing import Protocol
 
 from skippy_mesh.config import EngineSettings, StepRules
 from skippy_mesh.errors import RequestError, StageError, StageLostError
+from skippy_mesh.health import MAX_RESTARTS, RestartLimit
 from skippy_mesh.messages import (
     Request,
+    StageLoss,
     StepBatch,
     StepRecord,
     StepReport,
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 MAX_COMMANDS_A_STEP = 64
 """Submissions and aborts taken between two steps: a flood of them must not hold up tokens."""
+_RESTORE_S = 0.2
+"""While a stage is being restored, how long requests and aborts may wait to be looked at."""
 
 
 class Pending(Protocol):
@@ -57,16 +61,28 @@ class Pipeline(Protocol):
         """Per stage, how many positions each lane holds that is not empty. Waits for all steps."""
         ...
 
+    def restore(self, timeout_s: float) -> bool:
+        """Load again the stages that were lost and leave the others alone, waiting for about
+        ``timeout_s``; whether all are there. :class:`StageLostError` for one that died once more,
+        any other error if one cannot be had back."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """What the engine of one mesh needs to know: the least of all stages, and the settings."""
+    """What the engine of one mesh needs to know: the least of all stages, and the settings.
+
+    ``max_restarts`` of a stage within the window of :class:`RestartLimit` are tolerated.
+    ``first_epoch`` is above any that these stages have seen.
+    """
 
     capacity: Capacity
     rules: StepRules
     max_model_len: int
     max_in_flight: int
     ceiling: int
+    max_restarts: int = MAX_RESTARTS
+    first_epoch: int = 0
     settings: EngineSettings = field(default_factory=EngineSettings)
 
     def scheduler(self) -> Scheduler:
@@ -81,6 +97,7 @@ class EnginePlan:
             ),
             pacer=PrefillPacer(settings.inter_token_s, pinned=settings.prefill_rows),
             run_limit=RunLimit(self.ceiling, pinned=settings.running),
+            first_epoch=self.first_epoch,
         )
 
 
@@ -100,6 +117,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.perf_counter,
         checks_integrity: bool = False,
+        restarts: RestartLimit | None = None,
     ):
         self.scheduler = scheduler
         self._pipeline = pipeline
@@ -110,6 +128,8 @@ class Engine:
         self._scheduler_s = 0.0
         self._is_closing = False
         self._checks_integrity = checks_integrity
+        self._restarts = restarts or RestartLimit()
+        self._is_restoring = False
         self.problem: str | None = None
 
     def submit(self, request: Request) -> None:
@@ -120,9 +140,15 @@ class Engine:
         """End a request within one step. Any thread; unknown ids are no error."""
         self._commands.put(lambda: self._abort(request_id))
 
-    def abort_all(self) -> None:
-        """End everything open within one step. Any thread."""
-        self._commands.put(self.scheduler.abort_all)
+    def report_to(self, report: Callable[[StepReport], None]) -> None:
+        """``report`` to somebody who knows of no request: what is open is dropped, and not a word
+        of it is said. Any thread."""
+        self._commands.put(lambda: self._report_to(report))
+
+    def check(self) -> None:
+        """A stage may be gone. With work open a step finds out; else it is looked for here. Any
+        thread."""
+        self._commands.put(self._check_if_idle)
 
     def close(self) -> None:
         """Abort everything open, free it on all stages and let :meth:`run` return. Any thread."""
@@ -139,11 +165,14 @@ class Engine:
 
     def turn(self) -> None:
         """Take what has been asked, waiting for it where there is nothing to do, and step."""
-        self._take_commands(wait=not self.scheduler.has_work)
+        self._take_commands(wait=not (self.scheduler.has_work or self._is_restoring))
         self.step()
 
     def step(self) -> None:
         """Fill the pipeline, take the oldest answer, tell the gateway."""
+        if self._is_restoring:
+            self._restore()
+            return
         while (batch := self._schedule()) is not None:
             started_s = self._clock()  # submit returns when stage 0 is done
             self._pending.append((self._pipeline.submit(batch), started_s))
@@ -179,17 +208,43 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         logger.warning("a step failed, what ran is computed again: %s", error)
         self._pending.clear()
+        num_sequences = len(self.scheduler.running)
+        self.scheduler.recover(str(error))
         if isinstance(error, StageLostError):
+            self._lose(error, num_sequences)
+
+    def _lose(self, error: StageLostError, num_sequences: int) -> None:
+        """Who ran waits until the stage is there again, unless it was lost too often."""
+        if not self._restarts.allows(error.stage, self._clock()):
+            self._fail(f"{error}; it had {self._restarts}, and no more are made")
+            return
+        self._is_restoring = True
+        loss = StageLoss(error.stage, num_sequences)
+        self._report(StepReport((), state=self.scheduler.snapshot(), loss=loss))
+        self._say(None)
+
+    def _restore(self) -> None:
+        try:
+            self._is_restoring = not self._pipeline.restore(_RESTORE_S)
+        except StageLostError as error:
+            logger.warning("%s", error)
+            self._lose(error, 0)
+        except Exception as error:
+            logger.exception("a lost stage cannot be had back")
             self._fail(str(error))
-        else:
-            self.scheduler.recover(str(error))
+        self._say(None)  # who was aborted in the meantime
 
     def _fail(self, problem: str) -> None:
         """No step can succeed any more: everything open ends, and nothing is let in."""
         self.problem = problem
+        self._is_restoring = False
         self._pending.clear()
         self.scheduler.fail_all(problem)
         self._say(None)
+
+    def _check_if_idle(self) -> None:
+        if not (self.scheduler.has_work or self._is_restoring or self.problem):
+            self._check_integrity()
 
     def _check_integrity(self) -> None:
         """Every stage must hold what the ledger says, no more and no less; nothing is in flight."""
@@ -248,6 +303,13 @@ class Engine:
                 self.scheduler.abort_all()
                 return
             command()
+
+    def _report_to(self, report: Callable[[StepReport], None]) -> None:
+        if self.scheduler.has_work:
+            self._pending.clear()
+            self.scheduler.fail_all("nobody is left to hear of it")
+            self.scheduler.take_events()
+        self._report = report
 
     def _add(self, request: Request) -> None:
         reason = self.problem or ("the engine is shutting down" if self._is_closing else None)

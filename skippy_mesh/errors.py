@@ -99,7 +99,14 @@ class StepOrderError(StageError):
 
 
 class StageLostError(StageError):
-    pass
+    """``stage`` may come back, empty."""
+
+    def __init__(self, message: str, stage: int):
+        super().__init__(message, stage)
+        self.stage = stage
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class DecodeError(StageError):

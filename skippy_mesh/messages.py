@@ -30,6 +30,10 @@ class Request:
     lower ``priority`` goes first, where the ordering policy says so. Only requests of the same
     ``namespace`` share computed prefixes, and none at all unless it ``shares_prefix``. The first
     ``history_end`` tokens are what the conversation's next prompt begins with, 0 if unknown.
+
+    ``outputs`` were generated already, by an engine that is gone: they count as output and are not
+    reported again. One that ``was_running`` when that engine died is computed alone at first, for
+    it may be the reason.
     """
 
     request_id: str
@@ -42,6 +46,8 @@ class Request:
     history_end: int = 0
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: frozenset[int] = frozenset()
+    outputs: tuple[int, ...] = ()
+    was_running: bool = False
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -213,14 +219,24 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StageLoss:
+    """``stage`` died and is started again; ``num_sequences`` that ran are computed once more."""
+
+    stage: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """The one message a step sends to the gateway.
 
     ``admitted`` are the requests that left the queue with it. ``record`` is None when no rows were
-    run; ``state`` says then where the scheduler stands, None if that is not known.
+    run; ``state`` says then where the scheduler stands, None if that is not known. ``loss`` is what
+    happened instead of a step.
     """
 
     events: tuple[TokenEvent, ...]
     record: StepRecord | None = None
     state: Snapshot | None = None
     admitted: tuple[str, ...] = ()
+    loss: StageLoss | None = None

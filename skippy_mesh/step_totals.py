@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from skippy_mesh.exposition import Histogram, Page, Sample, by
-from skippy_mesh.messages import Snapshot, StepRecord
+from skippy_mesh.messages import Snapshot, StageLoss, StepRecord
 from skippy_mesh.scheduler.memory import CELL_COMPONENTS, Capacity
 
 DURATIONS_S = (
@@ -29,7 +29,7 @@ class StepTotals:
         self._tokens: dict[str, float] = {"prefill": 0, "decode": 0, "recompute": 0}
         self._recomputed: dict[str, float] = {"prompt": 0, "output": 0}
         self._admitted: dict[str, float] = {"new": 0, "resume": 0}
-        self._preempted: dict[str, float] = {"memory": 0}
+        self._preempted: dict[str, float] = {"memory": 0, "stage_loss": 0}
         self._num_hits = 0
         self._misses = Counter({"cold": 0, "boundary": 0, "off": 0})
         self._evictions = Counter({"deficit": 0, "cap": 0})
@@ -40,14 +40,23 @@ class StepTotals:
         self._compute_s: list[Histogram] = []
         self._wait_s: list[float] = []
         self._num_decodes: list[int] = []
+        self._num_restarts: list[int] = []
+        self.epoch: int | None = None
 
     def add_stages(self, num_stages: int) -> None:
         while len(self._compute_s) < num_stages:
             self._compute_s.append(Histogram(DURATIONS_S))
             self._wait_s.append(0.0)
             self._num_decodes.append(0)
+            self._num_restarts.append(0)
+
+    def add_loss(self, loss: StageLoss) -> None:
+        self.add_stages(loss.stage + 1)
+        self._num_restarts[loss.stage] += 1
+        self._preempted["stage_loss"] += loss.num_sequences
 
     def add(self, record: StepRecord, waits_s: Sequence[float]) -> None:
+        self.epoch = record.epoch
         self._steps[record.kind] += 1
         self._tokens["prefill"] += record.prefill_tokens
         self._tokens["decode"] += record.decode_tokens
@@ -95,6 +104,16 @@ class StepTotals:
             "decode_calls", "Calls of llama_decode; as many as steps where a step is one call",
             _by_stage(self._num_decodes),
         )  # fmt: skip
+
+        page.counter(
+            "stage_restarts", "Times a stage died and was started again",
+            _by_stage(self._num_restarts),
+        )  # fmt: skip
+        if self.epoch is not None:
+            page.gauge(
+                "stage_epoch", "Rises whenever all stages start over empty",
+                _by_stage([self.epoch] * len(self._num_decodes)),
+            )  # fmt: skip
 
     def _add_sequences(self, page: Page, kind: str) -> None:
         page.counter(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Protocol, get_args
 
 from skippy_mesh.exposition import Labels, Page, by, only
-from skippy_mesh.messages import FinishReason, Snapshot, StepReport
+from skippy_mesh.messages import FinishReason, Snapshot, StageLoss, StepReport
 from skippy_mesh.scheduler.memory import Capacity, Ledger
 from skippy_mesh.step_log import StepLog, step_line
 from skippy_mesh.step_totals import STORES, StepTotals, cells, counted_waits, has_work
@@ -93,6 +93,8 @@ class Telemetry:
             ended, cancelled, has_tokens = self._count_events(report)
             record = report.record
             before, self._state = self._state, record.state if record else report.state
+            if report.loss is not None:
+                self._count_loss(report.loss)
             if has_tokens or not has_work(before):
                 self._last_token_s = self._clock()
             self._num_ended += ended
@@ -113,6 +115,11 @@ class Telemetry:
         """A request that never entered the queue; ``code`` is that of the error reply."""
         with self._lock:
             self._rejected[code] = self._rejected.get(code, 0) + 1
+
+    @property
+    def epoch(self) -> int | None:
+        """That of the last step, on every stage; None before the first."""
+        return None if self._steps is None else self._steps.epoch
 
     @property
     def state(self) -> Snapshot | None:
@@ -146,6 +153,12 @@ class Telemetry:
                 ended += 1
                 cancelled += event.finish_reason == "abort"
         return ended, cancelled, has_tokens
+
+    def _count_loss(self, loss: StageLoss) -> None:
+        if self._state is None:  # a new engine, which has said nothing yet
+            self._state = _idle(self._stages)
+        if self._steps is not None:
+            self._steps.add_loss(loss)
 
     def _add_mesh(self, page: Page) -> None:
         if self._build is not None:

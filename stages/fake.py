@@ -157,7 +157,8 @@ class FakePipeline:
     Stage 0 runs a batch when it is submitted and the others when somebody asks for its answer, so
     any number of batches may be on their way. There is a stage for each of ``capacities``.
     ``on_step`` runs before each step and may wait or raise, to stand for a slow or broken mesh;
-    ``on_stage`` likewise before each stage's part in it; ``on_answer`` may change what is answered.
+    ``on_stage`` likewise before each stage's part in it; ``on_answer`` may change what is answered,
+    ``on_restore`` says whether lost stages are there again.
     A batch takes every stage ``cost_s`` seconds of ``clock``.
     """
 
@@ -169,6 +170,7 @@ class FakePipeline:
         on_step: Callable[[StepBatch], None] = lambda _batch: None,
         on_stage: Callable[[int, StepBatch], None] = lambda _stage, _batch: None,
         on_answer: Callable[[StepResult], StepResult] = lambda result: result,
+        on_restore: Callable[[], bool] = lambda: True,
         clock: FakeClock | None = None,
         cost_s: Callable[[StepBatch], float] = lambda _batch: 0.0,
     ):
@@ -177,6 +179,8 @@ class FakePipeline:
         self._on_stage = on_stage
         self._on_answer = on_answer
         self._cost_s = cost_s
+        self._on_restore = on_restore
+        self._capacities = capacities
         self._stages = [FakeStage(capacity) for capacity in capacities]
         self._free_at_s = [0.0] * len(capacities)
         self._underway: deque[FakePending] = deque()
@@ -205,6 +209,13 @@ class FakePipeline:
             {lane: len(tokens) for lane, tokens in stage.histories.items()}
             for stage in self._stages
         ]
+
+    def restore(self, timeout_s: float) -> bool:
+        return self._on_restore()
+
+    def replace_stage(self, index: int) -> None:
+        """The stage is another now, empty and in no epoch."""
+        self._stages[index] = FakeStage(self._capacities[index])
 
     def advance(self, last: FakePending | None) -> None:
         """Let the later stages run what is underway, up to and with ``last``."""

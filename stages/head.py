@@ -8,12 +8,14 @@ owns the context; everything else may be called from any.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from skippy_mesh.client import ReportQueue
 from skippy_mesh.config import StageSpec
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.errors import StageError
+from skippy_mesh.health import Pulse, RestartLimit
 from skippy_mesh.messages import Request, StepReport
 from stages.pipeline import HeadPipeline
 from stages.worker import Progress, StageInfo, StageWorker
@@ -22,8 +24,7 @@ from stages.worker import Progress, StageInfo, StageWorker
 class StageHead:
     def __init__(self, spec: StageSpec):
         self._worker = StageWorker(spec)
-        self._reports = ReportQueue()
-        self._has_reader = False
+        self._reports: ReportQueue | None = None
         self._engine: Engine | None = None
 
     def __repr__(self) -> str:
@@ -34,19 +35,33 @@ class StageHead:
 
     def prepare(self, plan: EnginePlan, actors: Sequence[Any] = ()) -> None:
         """Build the engine over this stage and the ``actors`` of those behind it."""
-        pipeline = HeadPipeline(self._worker, actors)
-        self._engine = Engine(plan.scheduler(), pipeline, self._report)
+        pipeline = HeadPipeline(self._worker, actors, plan.capacity)
+        restarts = RestartLimit(plan.max_restarts)
+        self._engine = Engine(plan.scheduler(), pipeline, _drop, restarts=restarts)
 
     def serve(self) -> None:
         """Run until :meth:`close`."""
         try:
             self._prepared().run()
         finally:
-            self._reports.close()
+            if self._reports is not None:
+                self._reports.close()
             self._worker.close()
 
+    def connect(self) -> None:
+        """Report to the caller from now on. Who did so before is done, and what it asked for is
+        dropped: nobody is left to hear of it."""
+        engine, before = self._prepared(), self._reports
+        self._reports = ReportQueue()
+        engine.report_to(self._reports.put)
+        if before is not None:
+            before.close()
+
     def submit(self, request: Request) -> None:
-        self._prepared().submit(request)
+        """Queue ``request``. Without a reader it was meant for the engine before this one, and
+        comes again when its sender has connected."""
+        if self._reports is not None:
+            self._prepared().submit(request)
 
     def abort(self, request_id: str) -> None:
         self._prepared().abort(request_id)
@@ -55,29 +70,30 @@ class StageHead:
         self._prepared().close()
 
     def reports(self) -> Iterator[StepReport]:
-        """Every step's report, until the engine has ended or another reads. Who comes second finds
-        the requests of the first one ended: nobody is left to hear of them."""
-        if self._has_reader:
-            before, self._reports = self._reports, ReportQueue()
-            before.close()
-            self._prepared().abort_all()
-        self._has_reader = True
+        """Every step's report since :meth:`connect`, until the engine has ended or another
+        connects."""
+        assert self._reports is not None, "nobody has connected"
         yield from self._reports
 
     def info(self) -> StageInfo | None:
         return self._worker.info()
 
+    def pulse(self) -> Pulse:
+        problem = "stage 0 has no engine yet" if self._engine is None else self._engine.problem
+        return replace(self._worker.pulse(), problem=problem)
+
+    def check(self) -> None:
+        """A stage behind this one may be gone: look, if nothing runs that would find out."""
+        self._prepared().check()
+
     def node(self) -> str:
         return self._worker.node()
-
-    def problem(self) -> str | None:
-        """Why no step can succeed any more, None while all is well."""
-        return self._prepared().problem
-
-    def _report(self, report: StepReport) -> None:
-        self._reports.put(report)
 
     def _prepared(self) -> Engine:
         if self._engine is None:
             raise StageError(f"{self!r} has no engine yet")
         return self._engine
+
+
+def _drop(_report: StepReport) -> None:
+    """Nobody has connected."""

@@ -8,7 +8,8 @@ returns the last stage's logits, for tests that compare bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,15 @@ import ray
 
 from skippy_mesh.engine import Pending
 from skippy_mesh.errors import SkippyError, StageError, StageLostError
+from skippy_mesh.health import WINDOW_S, Pulse
 from skippy_mesh.messages import Request, StepBatch, StepReport, StepResult
+from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.wire import Hidden, encode_activations, encode_step
 from stages.batch import Floats
 from stages.worker import StageInfo, StageTimes, StageWorker
 
 _SILENCE_S = 3.0
+_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +54,12 @@ class RayPending:
 
 class HeadPipeline:
     """Stage 0 is ``worker``, in this process and on this thread; ``actors`` are the stages behind
-    it. Without any, a step makes no Ray call at all."""
+    it. Without any, a step makes no Ray call at all. ``needed`` is what each has to have."""
 
-    def __init__(self, worker: StageWorker, actors: Sequence[Any] = ()):
+    def __init__(self, worker: StageWorker, actors: Sequence[Any], needed: Capacity):
         self._worker = worker
         self._actors = list(actors)
+        self._revival = Revival(actors, needed, first_index=1)
 
     def submit(self, batch: StepBatch) -> Pending:
         try:
@@ -75,6 +80,69 @@ class HeadPipeline:
             refs = [actor.lane_ends.remote() for actor in self._actors]
             ends += _get(refs, self._actors, first_index=1)
         return ends
+
+    def restore(self, timeout_s: float) -> bool:
+        return self._revival.poll(timeout_s)
+
+
+class Revival:
+    """Loads stages again whose processes Ray has started again. Those that live are not touched."""
+
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        needed: Capacity,
+        *,
+        first_index: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._actors = dict(enumerate(actors, first_index))
+        self._needed = needed
+        self._clock = clock
+        self._loads: dict[int, Any] = {}
+        self._absent_since_s: float | None = None
+
+    def poll(self, timeout_s: float) -> bool:
+        """Go on for about ``timeout_s``; whether all are loaded. :class:`StageLostError` for one
+        that died while it was loaded, :class:`StageError` for one that cannot be had back."""
+        if self._loads:
+            ray.wait(list(self._loads.values()), timeout=timeout_s)
+        for index, load in list(self._loads.items()):
+            if ray.wait([load], timeout=0)[0]:
+                del self._loads[index]
+                self._check(index, load)
+        pulses = read_pulses(self._actors)
+        for index, pulse in pulses.items():
+            if isinstance(pulse, Pulse) and not pulse.is_loaded and index not in self._loads:
+                self._loads[index] = self._actors[index].load.remote()
+        absent = [index for index, pulse in pulses.items() if not isinstance(pulse, Pulse)]
+        self._wait_for(absent, timeout_s)
+        return not self._loads and not absent
+
+    def _check(self, index: int, load: Any) -> None:
+        try:
+            info: StageInfo = ray.get(load)
+        except ray.exceptions.RayTaskError as error:
+            raise StageError(
+                f"stage {index} cannot be loaded again: {first_line(error.cause)}"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise StageLostError(f"stage {index} died while it was loaded again", index) from error
+        if Capacity.least([info.capacity, self._needed]) != self._needed:
+            raise StageError(
+                f"stage {index} came back with less memory: {info.capacity.by_component()}, and "
+                f"{self._needed.by_component()} are in use; start the mesh again"
+            )
+
+    def _wait_for(self, absent: Sequence[int], timeout_s: float) -> None:
+        if not absent:
+            self._absent_since_s = None
+            return
+        now_s = self._clock()
+        self._absent_since_s = self._absent_since_s or now_s
+        if now_s - self._absent_since_s > WINDOW_S:
+            raise StageError(f"stage {absent[0]} has not come back within {WINDOW_S:.0f} s")
+        time.sleep(min(timeout_s, _RETRY_S))
 
 
 class LocalPipeline:
@@ -100,6 +168,9 @@ class LocalPipeline:
 
     def lane_ends(self) -> list[Mapping[int, int]]:
         return [worker.lane_ends() for worker in self._workers]
+
+    def restore(self, timeout_s: float) -> bool:
+        return True  # what dies takes this process along
 
     def logits(self, batch: StepBatch) -> Floats | None:
         """float32 ``[n_sampled, n_vocab]``, or None for a batch without rows."""
@@ -143,6 +214,21 @@ class RemoteHead:
 
     def __init__(self, actor: Any):
         self._actor = actor
+        self._is_closed = False
+
+    def connect(self) -> None:
+        while not self._is_closed:
+            try:
+                return ray.get(self._actor.connect.remote())  # type: ignore[no-any-return]
+            except ray.exceptions.ActorDiedError as error:  # never again: it was given up
+                raise StageLostError("stage 0 is lost and is not started again", 0) from error
+            except ray.exceptions.RayTaskError as error:
+                if not isinstance(error.cause, StageError):  # that is: no engine yet
+                    raise
+            except ray.exceptions.RayError:
+                pass
+            time.sleep(_RETRY_S)
+        raise StageLostError("stage 0 was lost, and the mesh is shutting down", 0)
 
     def submit(self, request: Request) -> None:
         self._actor.submit.remote(request)
@@ -151,6 +237,7 @@ class RemoteHead:
         self._actor.abort.remote(request_id)
 
     def close(self) -> None:
+        self._is_closed = True
         self._actor.close.remote()
 
     def reports(self) -> Iterator[StepReport]:
@@ -158,19 +245,35 @@ class RemoteHead:
             for ref in self._actor.reports.remote():
                 yield ray.get(ref)
         except ray.exceptions.RayError as error:
-            raise StageLostError(f"stage 0 is lost ({type(error).__name__})") from error
+            raise StageLostError(f"stage 0 is lost ({type(error).__name__})", 0) from error
+
+
+def read_pulses(actors: Mapping[int, Any]) -> dict[int, Pulse | Exception]:
+    """How each of ``actors`` is, by stage: a :class:`TimeoutError` if it does not answer within
+    3 s, Ray's error if its process is gone."""
+    refs = {index: actor.pulse.remote() for index, actor in actors.items()}
+    ray.wait(list(refs.values()), num_returns=len(refs), timeout=_SILENCE_S)
+    return {index: _pulse(ref) for index, ref in refs.items()}
+
+
+def _pulse(ref: Any) -> Pulse | Exception:
+    try:
+        pulse: Pulse = ray.get(ref, timeout=0)
+        return pulse
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        return error
 
 
 def silent_stages(actors: Sequence[Any], *, first_index: int = 0) -> dict[int, str]:
-    """The stages whose actors do not answer, and what is wrong with each."""
-    refs = [actor.info.remote() for actor in actors]
-    ray.wait(refs, num_returns=len(refs), timeout=_SILENCE_S)
+    """The stages that cannot run a step, and what is wrong with each."""
     silent = {}
-    for index, ref in enumerate(refs, first_index):
-        try:
-            ray.get(ref, timeout=0)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            silent[index] = f"stage {index} does not answer ({type(error).__name__})"
+    for index, pulse in read_pulses(dict(enumerate(actors, first_index))).items():
+        if not isinstance(pulse, Pulse):
+            silent[index] = f"stage {index} does not answer ({type(pulse).__name__})"
+        elif not pulse.is_loaded:
+            silent[index] = f"stage {index} was started again and is not loaded yet"
+        elif pulse.problem is not None:
+            silent[index] = pulse.problem
     return silent
 
 
@@ -193,7 +296,8 @@ def _get(refs: Any, actors: Sequence[Any], *, first_index: int = 0) -> Any:
             raise cause from error
         lost = silent_stages(actors, first_index=first_index)
         if lost:
-            raise StageLostError(next(iter(lost.values()))) from error
+            index, reason = next(iter(lost.items()))
+            raise StageLostError(reason, index) from error
         raise StageError(f"a stage failed: {type(cause).__name__}: {first_line(cause)}") from error
 
 

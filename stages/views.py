@@ -21,13 +21,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from skippy_mesh.config import ContextConfig, StageSpec
+from skippy_mesh.config import ContextConfig, StageSpec, StepRules
 from skippy_mesh.errors import UsageError
-from skippy_mesh.families import check_slice
+from skippy_mesh.families import Family, check_slice
 from stages.context import StageContext
 from stages.gguf_file import ModelFile, split_block_name
-from stages.profile import Profile
+from stages.profile import Profile, replays_in_chunks
 from stages.slices import temporary_slice
 
 View = Callable[[ContextConfig], AbstractContextManager[StageContext]]
@@ -195,4 +196,24 @@ def new_context(
         profile=profile,
         weights_of=weights_of,
         stop_after_layers=stop_after_layers,
+    )
+
+
+def _prefix_rule(family: Family) -> Literal["any", "boundary", "none"]:
+    """Windows are kept whole (context.py), so their prefixes are like any other's. Of an unproven
+    architecture nobody knows what a copy copies."""
+    if not family.is_proven:
+        return "none"
+    return "boundary" if family.prefix_rule == "boundary" else "any"
+
+
+def rules_of(stage: Loaded) -> StepRules:
+    """What a step of this stage may hold."""
+    family = stage.model.family
+    return StepRules(
+        max_rows=stage.context.max_rows,
+        is_homogeneous=family.step_rule == "homogeneous",
+        chunk_multiple=stage.profile.pad if family.is_recurrent else 1,
+        replays_in_chunks=replays_in_chunks(family, stage.model.tensors),
+        prefix_rule=_prefix_rule(family),
     )

@@ -13,16 +13,16 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from skippy_mesh.config import EXACT_KV_TYPES, ContextConfig, StageSpec, StepRules
 from skippy_mesh.errors import (
     InvalidBatchError,
     RuntimeUnavailableError,
-    StageError,
+    StageLostError,
     StepOrderError,
 )
-from skippy_mesh.families import Family
+from skippy_mesh.health import Pulse
 from skippy_mesh.messages import StageTime, StepBatch, StepResult
 from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.sizes import available_bytes, format_size
@@ -38,12 +38,11 @@ from stages.profile import (
     Profile,
     choose_profile,
     matrix_types,
-    replays_in_chunks,
 )
 from stages.sampling import Drawn, Sampler
 from stages.slices import cached_slice
 from stages.tokenizer import Tokenizer
-from stages.views import Loaded, new_context, views_of
+from stages.views import Loaded, new_context, rules_of, views_of
 
 Progress = Callable[[int, int], None]
 
@@ -101,6 +100,7 @@ class StageWorker:
         self._info: StageInfo | None = None
         self._busy_s = 0.0
         self._ended_s = 0.0
+        self._step_began_s: float | None = None
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -110,7 +110,10 @@ class StageWorker:
         )
 
     def load(self, progress: Progress | None = None) -> StageInfo:
-        """Cut the slice if the cache lacks it, load it, prove it, and measure."""
+        """Cut the slice if the cache lacks it, load it, prove it, and measure. A stage that is
+        loaded has done that."""
+        if self._info is not None:
+            return self._info
         started = time.perf_counter()
         spec = self.spec
         model = ModelFile.open(spec.model_path, allow_unproven=spec.allow_unproven)
@@ -171,6 +174,13 @@ class StageWorker:
     def compute(self, batch: StepBatch, hidden: Floats | None = None) -> Floats | None:
         """Apply ``batch`` and return this stage's rows: hidden states ``[n_rows, n_embd]``, or on
         the last stage logits ``[n_sampled, n_vocab]``. None for a batch without rows."""
+        self._step_began_s = time.monotonic()
+        try:
+            return self._compute(batch, hidden)
+        finally:
+            self._step_began_s = None
+
+    def _compute(self, batch: StepBatch, hidden: Floats | None) -> Floats | None:
         context = self._loaded()
         self._check_order(batch)
         self._check_columns(batch)
@@ -221,6 +231,12 @@ class StageWorker:
         """The snapshot taken at load; None before. Never waits for a running step."""
         return self._info
 
+    def pulse(self) -> Pulse:
+        """How it is just now. Never waits for a running step."""
+        began_s = self._step_began_s
+        step_s = 0.0 if began_s is None else time.monotonic() - began_s
+        return Pulse(self._info is not None, self._epoch, step_s)
+
     def node(self) -> str:
         """The machine it runs on."""
         return platform.node()
@@ -233,7 +249,7 @@ class StageWorker:
         self._sampler.clear()
         if self._context is not None:
             self._context.close()
-            self._context = None
+            self._context = self._info = None
 
     def _decode_frames(
         self, frame: bytes, activations: bytes | None
@@ -278,7 +294,8 @@ class StageWorker:
 
     def _loaded(self) -> StageContext:
         if self._context is None:
-            raise StageError(f"{self!r} is not loaded")
+            index = self.spec.index
+            raise StageLostError(f"stage {index} was started again and is not loaded", index)
         return self._context
 
 
@@ -340,7 +357,7 @@ def _describe(
         max_trained_tokens=stage.model.max_trained_tokens,
         capacity=_capacity(stage, context.num_cells, spec.context),
         planned=_capacity(stage, planned.num_cells, planned),
-        rules=_rules(stage),
+        rules=rules_of(stage),
         weight_bytes=memory.weight_bytes,
         context_bytes=memory.context_bytes,
         planned_context_bytes=planned_bytes,
@@ -363,23 +380,4 @@ def _capacity(stage: Loaded, num_cells: int, config: ContextConfig) -> Capacity:
         attention=num_cells if "attention" in kinds else None,
         window=num_cells if "window" in kinds else None,
         recurrent=config.num_lanes + config.num_residents if "recurrent" in kinds else None,
-    )
-
-
-def _prefix_rule(family: Family) -> Literal["any", "boundary", "none"]:
-    """Windows are kept whole (context.py), so their prefixes are like any other's. Of an unproven
-    architecture nobody knows what a copy copies."""
-    if not family.is_proven:
-        return "none"
-    return "boundary" if family.prefix_rule == "boundary" else "any"
-
-
-def _rules(stage: Loaded) -> StepRules:
-    family = stage.model.family
-    return StepRules(
-        max_rows=stage.context.max_rows,
-        is_homogeneous=family.step_rule == "homogeneous",
-        chunk_multiple=stage.profile.pad if family.is_recurrent else 1,
-        replays_in_chunks=replays_in_chunks(family, stage.model.tensors),
-        prefix_rule=_prefix_rule(family),
     )

@@ -62,6 +62,8 @@ class RunningEngine:
         self.aborted.append(request_id)
         self._engine.abort(request_id)
 
+    def connect(self) -> None: ...
+
     def reports(self) -> Iterator[StepReport]:
         yield from self._reports
 

@@ -230,6 +230,7 @@ class GatewayServer:
             config=self._spec.config,
             problem=self._problem(),
             state=self._telemetry.state,
+            epoch=self._telemetry.epoch,
             oldest_waiting_s=self._places.oldest_waiting_s(),
         )
 

@@ -49,15 +49,18 @@ def status(
     config: Mapping[str, object],
     problem: str | None,
     state: Snapshot | None,
+    epoch: int | None,
     oldest_waiting_s: float | None,
 ) -> dict[str, object]:
-    """What is not known is not there. ``state`` is the scheduler's after the last step."""
+    """What is not known is not there. ``state`` is the scheduler's after the last step, which all
+    stages ran in ``epoch``."""
     page: dict[str, object] = {
         "state": _state(problem),
         "captured_at": time.time(),
         "model": model_name,
         "stages": [
-            _stage(info, node, state) for info, node in zip(mesh.infos, mesh.nodes, strict=True)
+            _stage(info, node, state, epoch)
+            for info, node in zip(mesh.infos, mesh.nodes, strict=True)
         ],
         "exact": {"value": mesh.why_inexact is None, "reason": mesh.why_inexact},
         "ceiling": {
@@ -89,14 +92,16 @@ def _state(problem: str | None) -> str:
     return "draining" if problem == DRAINING else "failed"
 
 
-def _stage(info: StageInfo, node: str, state: Snapshot | None) -> dict[str, object]:
+def _stage(
+    info: StageInfo, node: str, state: Snapshot | None, epoch: int | None
+) -> dict[str, object]:
     components: dict[str, dict[str, object]] = {
         name: {"cells": size} for name, size in info.capacity.by_component().items()
     }
     if state is not None:
         for name, counts in cells(info.capacity, state):
             components[name].update(counts)
-    return {
+    page: dict[str, object] = {
         "index": info.index,
         "layers": [info.first_layer, info.end_layer],
         "node": node,
@@ -104,3 +109,6 @@ def _stage(info: StageInfo, node: str, state: Snapshot | None) -> dict[str, obje
         "bytes": {"weights": info.weight_bytes, "context": info.context_bytes},
         "ubatch": info.rules.max_rows,
     }
+    if epoch is not None:
+        page["epoch"] = epoch
+    return page

@@ -47,7 +47,7 @@ class Scheduler:
 
     ``max_model_len`` bounds prompt plus output of a request, ``max_in_flight`` the batches that are
     scheduled and not committed. ``ceiling`` is the most sequences that may run at once, ``pacer``
-    and ``run_limit`` what is worth running.
+    and ``run_limit`` what is worth running. Stages that have seen ``first_epoch`` take no step.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Scheduler:
         policies: Policies | None = None,
         pacer: PrefillPacer | None = None,
         run_limit: RunLimit | None = None,
+        first_epoch: int = 0,
     ):
         policies = policies or Policies()
         self._capacity = capacity
@@ -78,7 +79,7 @@ class Scheduler:
         self._ended: list[TokenEvent] = []
         self._num_turns = 0
         self._prefix_counts = PrefixCounts()
-        self.epoch = -1
+        self.epoch = first_epoch - 1
         self._start_epoch()
 
     @property
@@ -91,11 +92,7 @@ class Scheduler:
         request.check_fits(self.max_model_len)
         if request.request_id in self._open:
             raise RequestError(f"request id {request.request_id} is already open")
-        sequence = Sequence(
-            request=request,
-            turn=self._num_turns,
-            max_tokens=min(request.max_tokens, self.max_model_len - len(request.token_ids)),
-        )
+        sequence = Sequence.of(request, turn=self._num_turns, max_model_len=self.max_model_len)
         self._num_turns += 1
         self._open[request.request_id] = sequence
         self.waiting.add(sequence)

@@ -56,6 +56,21 @@ class Sequence:
     boundaries: list[int] = field(default_factory=list)
     is_aborted: bool = False
 
+    @classmethod
+    def of(cls, request: Request, *, turn: int, max_model_len: int) -> Sequence:
+        """A new one; if it ran on an engine that is gone, as if it had been preempted here."""
+        sequence = cls(
+            request=request,
+            turn=turn,
+            max_tokens=min(request.max_tokens, max_model_len - len(request.token_ids)),
+            outputs=list(request.outputs),
+        )
+        if request.was_running:
+            sequence.status = Status.PREEMPTED
+            sequence.trial_end = sequence.num_known
+            sequence.num_reached = sequence.num_known - 1 if request.outputs else 0
+        return sequence
+
     @property
     def num_prompt(self) -> int:
         return len(self.request.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -34,6 +35,10 @@ class Channel:
         self.error = None
         self.submitted = []
 
+    def connect(self):
+        if self.error is not None:
+            raise self.error
+
     def _run(self):
         self._engine.run()
         self._reports.close()
@@ -55,6 +60,13 @@ class Channel:
             raise self.error
 
 
+def until(is_so):
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def client_of():
     clients = []
@@ -62,6 +74,7 @@ def client_of():
     def make(channel=None, **options):
         options = {"max_model_len": 512, **options}
         clients.append(EngineClient(channel or Channel(), **options))
+        until(lambda: clients[-1]._is_connected)
         return clients[-1]
 
     yield make
@@ -123,7 +136,7 @@ def test_a_channel_that_refuses_leaves_nothing_open(client_of):
 
     def refuse(_asked):
         del channel.submit
-        raise StageLostError("the line is cut")
+        raise StageLostError("the line is cut", 0)
 
     channel.submit = refuse
     with pytest.raises(StageLostError):
@@ -155,7 +168,10 @@ def test_an_engine_that_stands_still_with_work_open_is_a_problem_and_an_idle_one
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(StageLostError("stage 0 is lost"), "stage 0 is lost"), (OSError("secret"), "engine is lost")],
+    [
+        (StageLostError("stage 0 is lost", 0), "stage 0 is lost"),
+        (OSError("secret"), "engine is lost"),
+    ],
 )
 def test_a_lost_engine_ends_every_request_and_later_ones_are_refused(client_of, error, said):
     class Lost(Channel):
@@ -163,6 +179,7 @@ def test_a_lost_engine_ends_every_request_and_later_ones_are_refused(client_of, 
             assert gate.wait(20)
             self.close()
             self._thread.join()
+            self.error = error
             raise error
 
     gate = threading.Event()

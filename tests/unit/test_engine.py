@@ -6,12 +6,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
 from skippy_mesh.config import EngineSettings, StepRules
 from skippy_mesh.engine import MAX_COMMANDS_A_STEP, Engine, EnginePlan
 from skippy_mesh.errors import NoRoomError, StageError, StageLostError, UsageError
+from skippy_mesh.health import RestartLimit
+from skippy_mesh.messages import StageLoss
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakeClock, FakePipeline
 from tests.scheduling import answer_alone, request
@@ -20,7 +23,9 @@ from tests.scheduling import answer_alone, request
 class Served:
     """An engine stepped by hand, and what it reported."""
 
-    def __init__(self, pipeline=None, *, clock=None, in_flight=1, cells=512, **settings):
+    def __init__(
+        self, pipeline=None, *, clock=None, in_flight=1, cells=512, restarts=None, **settings
+    ):
         self.plan = EnginePlan(
             capacity=Capacity(lanes=32, attention=cells),
             rules=StepRules(max_rows=16),
@@ -33,7 +38,9 @@ class Served:
         self.scheduler = self.plan.scheduler()
         self.pipeline = pipeline or FakePipeline()
         clock = clock or FakeClock()
-        self.engine = Engine(self.scheduler, self.pipeline, self.reports.append, clock=clock)
+        self.engine = Engine(
+            self.scheduler, self.pipeline, self.reports.append, clock=clock, restarts=restarts
+        )
 
     def ask(self, *requests):
         for asked in requests:
@@ -145,22 +152,159 @@ def test_a_failed_step_is_computed_again(stage, error):
     assert served.records[-1].epoch == 1
 
 
-def test_a_lost_stage_ends_everything_and_refuses_what_comes_later():
-    steps = iter(range(10**6))
+class Mortal:
+    """Three stages; ``kill`` one and the next batch that reaches it finds it gone. It is back,
+    empty, when the engine has asked ``after`` times."""
 
-    def on_step(_batch):
-        if next(steps) > 5:
-            raise StageLostError("stage 1 does not answer")
+    def __init__(self, after=1):
+        self.after = after
+        self.dead = None
+        self.num_asked = 0
+        self.pipeline = FakePipeline(
+            capacities=[None] * 3, on_stage=self.on_stage, on_restore=self.on_restore
+        )
 
-    served = Served(FakePipeline(on_step=on_step), in_flight=2)
+    def kill(self, stage):
+        self.dead, self.num_asked = stage, 0
+
+    def on_stage(self, index, _batch):
+        if index == self.dead:
+            raise StageLostError(f"stage {index} does not answer", index)
+
+    def on_restore(self):
+        self.num_asked += 1
+        if self.num_asked < self.after:
+            return False
+        self.pipeline.replace_stage(self.dead)
+        self.dead = None
+        return True
+
+
+def losses(served):
+    return [report.loss for report in served.reports if report.loss]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("num_steps", [1, 4, 17])
+def test_who_ran_when_a_stage_was_lost_waits_and_goes_on_as_if_nothing_had_been(stage, num_steps):
+    mortal = Mortal(after=5)
+    served = Served(mortal.pipeline, in_flight=3)
+    asked = crowd()
+    served.ask(*asked).take()
+    for _ in range(num_steps):
+        served.engine.step()
+    before = {one.request_id: served.tokens(one.request_id) for one in asked}
+    mortal.kill(stage)
+    while mortal.dead is not None:
+        served.engine.step()
+        if served.engine._is_restoring:
+            assert {one.request_id: served.tokens(one.request_id) for one in asked} == before
+        else:
+            before = {one.request_id: served.tokens(one.request_id) for one in asked}
+    assert mortal.num_asked == 5
+    served.run()
+    assert_answers(served, asked)
+    assert served.records[-1].epoch == 1
+    assert losses(served) == [StageLoss(stage, len(asked))]
+
+
+def test_a_stage_lost_again_while_it_is_loaded_counts_again():
+    mortal, errors = Mortal(), [StageLostError("stage 1 died while it was loaded again", 1)] * 2
+
+    def restore():
+        if errors:
+            raise errors.pop()
+        return mortal.on_restore()
+
+    mortal.pipeline._on_restore = restore
+    served = Served(mortal.pipeline, in_flight=3)
     served.ask(*crowd()).take()
-    for _ in range(20):
+    mortal.kill(1)
+    served.run()
+    assert_answers(served, crowd())
+    assert [loss.num_sequences for loss in losses(served)] == [4, 0, 0]
+
+
+def test_a_stage_lost_once_too_often_ends_everything_and_refuses_what_comes_later():
+    mortal = Mortal()
+    served = Served(mortal.pipeline, in_flight=3, restarts=RestartLimit(1))
+    served.ask(*crowd()).take()
+    for _ in range(2):
+        mortal.kill(1)
+        while mortal.dead is not None and served.engine.problem is None:
+            served.engine.step()
+        for _ in range(12):  # they are tried one by one, and pass
+            served.engine.step()
+    assert served.ends() == {one.request_id: ["error"] for one in crowd()}
+    said = "stage 1 does not answer; it had 1 restarts in 600 s, and no more are made"
+    assert served.engine.problem == said
+    assert {events[-1].error for events in served.events.values()} == {said}
+    served.ask(request("late")).take()
+    assert served.events["late"][0].error == said
+    served.close()
+
+
+def test_a_stage_that_cannot_be_had_back_ends_everything_with_the_reason():
+    def restore():
+        raise StageError("stage 1 cannot be loaded again: the file is gone")
+
+    mortal = Mortal()
+    mortal.pipeline._on_restore = restore
+    served = Served(mortal.pipeline, in_flight=3).ask(*crowd()).take()
+    mortal.kill(1)
+    while served.engine.problem is None:
         served.engine.step()
     assert set(map(tuple, served.ends().values())) == {("error",)}
-    assert served.engine.problem == "stage 1 does not answer"
-    served.ask(request("late")).take()
-    assert served.events["late"][0].error == "stage 1 does not answer"
+    assert {events[-1].error for events in served.events.values()} == {served.engine.problem}
     served.close()
+
+
+def test_a_request_that_kills_a_stage_whenever_it_runs_is_the_one_that_ends():
+    """One restart in company and one alone: the limit must leave room for both."""
+    mortal = Mortal()
+
+    def on_stage(index, batch):
+        if index == 1 and 250 in batch.tokens:
+            mortal.kill(1)
+        mortal.on_stage(index, batch)
+
+    mortal.pipeline._on_stage = on_stage
+    served = Served(mortal.pipeline, in_flight=3)
+    poison = replace(request("poison"), token_ids=(1, 2, 250, 3))
+    served.ask(*crowd(), poison).run()
+    assert_answers(served, crowd())
+    assert served.ends()["poison"] == ["error"]
+    assert [loss.stage for loss in losses(served)] == [1, 1]
+
+
+def test_while_a_stage_is_down_aborts_are_heard_and_closing_does_not_wait():
+    mortal = Mortal(after=10**9)
+    served = Served(mortal.pipeline, in_flight=3).ask(*crowd()).take()
+    mortal.kill(2)
+    while not served.engine._is_restoring:
+        served.engine.step()
+    served.engine.abort("r1")
+    served.take()
+    served.engine.step()
+    assert served.ends() == {"r1": ["abort"]}
+    served.close()
+    assert served.ends() == {one.request_id: ["abort"] for one in crowd()}
+
+
+def test_a_stage_lost_while_nothing_runs_is_found_when_somebody_says_so(monkeypatch):
+    mortal = Mortal()
+    served = Served(mortal.pipeline, in_flight=3).ask(request("a")).run()
+    monkeypatch.setattr(served.pipeline, "lane_ends", lambda: mortal.on_stage(2, None))
+    mortal.kill(2)
+    served.engine._is_closing = False
+    served.engine.check()
+    served.take()
+    assert served.engine._is_restoring
+    served.engine.check()  # told twice, restored once
+    served.take()
+    while served.engine._is_restoring:
+        served.engine.step()
+    assert len(losses(served)) == 1
 
 
 def test_a_bug_of_ours_ends_everything_and_keeps_its_text_to_itself(monkeypatch):

@@ -403,6 +403,8 @@ class Echo:
 
     def abort(self, request_id: str) -> None: ...
 
+    def connect(self) -> None: ...
+
     def close(self) -> None:
         self._reports.close()
 

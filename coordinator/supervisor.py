@@ -1,0 +1,118 @@
+"""What the driver does for a running mesh: stage 0 when it dies, and any stage that hangs.
+
+The engine loads the stages behind it again by itself. What it cannot do is come back from its own
+death, or end a step that never returns. One thread looks once a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from skippy_mesh.engine import EnginePlan
+from skippy_mesh.errors import StageError, StageLostError
+from skippy_mesh.health import Pulse, RestartLimit, Watchdog
+from stages.pipeline import Revival, first_line, read_pulses
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 1.0
+_POLL_S = 0.2
+_END_S = 10.0
+
+
+class Supervisor:
+    """Serves ``plan`` on ``actors``, of which the first has the engine, until :meth:`close`."""
+
+    def __init__(self, actors: Sequence[Any], plan: EnginePlan, watchdog: Watchdog):
+        self._actors = dict(enumerate(actors))
+        self._head, self._later = actors[0], list(actors[1:])
+        self._plan = plan
+        self._restarts = RestartLimit(plan.max_restarts)
+        self._watchdog = watchdog
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+        self._start_engine()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the engine. Returns when it has, or after a few seconds."""
+        self._is_closing.set()
+        self._head.close.remote()
+        self._thread.join(_END_S)
+
+    def _start_engine(self) -> None:
+        ray.get(self._head.prepare.remote(self._plan, self._later))
+        self._serving = self._head.serve.remote()
+
+    def _run(self) -> None:
+        while True:
+            ended, _ = ray.wait([self._serving], timeout=_WATCH_S)
+            if not ended:
+                self._look()
+            elif not (self._has_died() and self._revive()):
+                return
+
+    def _has_died(self) -> bool:
+        """Whether the engine is gone; False when it has ended as it was told."""
+        try:
+            ray.get(self._serving)
+        except ray.exceptions.RayError as error:
+            if self._is_closing.is_set():
+                return False
+            logger.warning("stage 0 is lost: %s", first_line(error))
+            return True
+        return False
+
+    def _revive(self) -> bool:
+        """Start stage 0 again, unless that was done too often. Whoever asks an actor that was
+        ended for good hears that at once."""
+        while not self._is_closing.is_set():
+            if not self._restarts.allows(0, time.monotonic()):
+                logger.error("stage 0 had %s, and no more are made", self._restarts)
+                break
+            try:
+                if not self._load_head():
+                    break
+                self._plan = replace(self._plan, first_epoch=self._next_epoch())
+                self._start_engine()
+                return True
+            except (StageLostError, ray.exceptions.RayActorError) as error:
+                logger.warning("stage 0 was lost again: %s", first_line(error))
+            except StageError as error:
+                logger.error("stage 0 cannot be had back: %s", error)
+                break
+        ray.kill(self._head)
+        return False
+
+    def _load_head(self) -> bool:
+        """Whether it is loaded; False if there is no need any more."""
+        revival = Revival([self._head], self._plan.capacity)
+        while not self._is_closing.is_set():
+            if revival.poll(_POLL_S):
+                return True
+        return False
+
+    def _next_epoch(self) -> int:
+        """Above what any living stage has seen, so that each starts empty."""
+        pulses = read_pulses(self._actors).values()
+        return 1 + max(pulse.epoch for pulse in pulses if isinstance(pulse, Pulse))
+
+    def _look(self) -> None:
+        pulses = read_pulses(self._actors)
+        asked: Mapping[int, Pulse | None] = {
+            stage: pulse if isinstance(pulse, Pulse) else None
+            for stage, pulse in pulses.items()
+            if isinstance(pulse, (Pulse, TimeoutError))
+        }
+        for stage, reason in self._watchdog.stuck(asked, time.monotonic()).items():
+            logger.warning("stage %d %s: it is started again", stage, reason)
+            ray.kill(self._actors[stage], no_restart=False)
+        if any(not isinstance(p, Pulse) or not p.is_loaded for s, p in pulses.items() if s):
+            self._head.check.remote()
