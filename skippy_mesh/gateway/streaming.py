@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from skippy_mesh.errors import UsageError
 from skippy_mesh.gateway.chat import Tokenizer
-from skippy_mesh.gateway.errors import ApiError, engine_failed, to_api_error
+from skippy_mesh.gateway.errors import ApiError, engine_failed, to_api_error, unavailable
 from skippy_mesh.gateway.schemas import Delta, Reply, StreamOptions
 from skippy_mesh.messages import TokenEvent
 
@@ -237,6 +237,8 @@ async def next_delta(tokens: TokenStream, choice: Choice) -> Delta:
     while True:
         event = await tokens.get()
         if event.finish_reason == "error":
+            if event.is_unavailable:
+                raise unavailable("stage_unavailable", event.error or "a stage is lost")
             raise engine_failed()
         if (delta := choice.push(event)) is not None:
             return delta
