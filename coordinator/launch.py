@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -29,8 +29,9 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from coordinator.ceiling import Ceiling, Term, after_load, ceiling, context_bound
+from coordinator.ceiling import Ceiling, Term, context_bound
 from coordinator.coordinator import Coordinator
+from coordinator.measured import engine_plan
 from coordinator.nodes import Node, nodes_of_cluster
 from coordinator.placement import why_unplaced
 from coordinator.remote import RemoteDoorkeeper, RemoteGateway
@@ -41,8 +42,6 @@ from skippy_mesh.engine import EnginePlan
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError
 from skippy_mesh.health import MAX_RESTARTS, STUCK_S, Watchdog
 from skippy_mesh.places import AdmissionLimits
-from skippy_mesh.scheduler.memory import Capacity
-from skippy_mesh.sizes import format_size
 from stages.head import StageHead
 from stages.pipeline import RemoteHead, first_line, silent_stages
 from stages.worker import StageInfo, StageWorker
@@ -257,52 +256,6 @@ def _ray_mesh(
             )
         finally:
             supervisor.close()
-
-
-def engine_plan(
-    infos: Sequence[StageInfo],
-    settings: EngineSettings,
-    parallel: int | None = None,
-    planned: Ceiling | None = None,
-    max_restarts: int = MAX_RESTARTS,
-) -> tuple[EnginePlan, Ceiling]:
-    """What the engine over these stages may do: the least of what each can."""
-    if planned is None:
-        limit = ceiling([info.capacity for info in infos], parallel=parallel)
-    else:
-        limit = after_load(planned, [(info.planned, info.capacity) for info in infos])
-    for info in infos:
-        _warn_of_difference(info)
-    capacity = Capacity.least([info.capacity for info in infos])
-    rules = replace(infos[0].rules, max_rows=min(info.rules.max_rows for info in infos))
-    if not settings.prefix_cache:
-        rules = replace(rules, prefix_rule="none")
-    plan = EnginePlan(
-        capacity=capacity,
-        rules=rules,
-        max_model_len=min(infos[0].max_trained_tokens, capacity.num_cells),
-        max_in_flight=len(infos),
-        ceiling=limit.value,
-        max_restarts=max_restarts,
-        settings=settings,
-    )
-    return plan, limit
-
-
-def _warn_of_difference(info: StageInfo) -> None:
-    """Between what was planned and what was measured: where there is less, fewer are served; where
-    more was taken, the next step may lack it."""
-    asked, has = info.planned.by_component(), info.capacity.by_component()
-    less = [f"{has[name]} {name} of {asked[name]}" for name in asked if has[name] < asked[name]]
-    if less:
-        logger.warning("stage %d found too little memory free: %s", info.index, ", ".join(less))
-    if info.planned_context_bytes is not None and info.context_bytes > info.planned_context_bytes:
-        logger.warning(
-            "the context of stage %d takes %s, and %s were planned: lower --memory-fraction",
-            info.index,
-            format_size(info.context_bytes),
-            format_size(info.planned_context_bytes),
-        )
 
 
 @contextmanager

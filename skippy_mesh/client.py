@@ -205,7 +205,11 @@ class EngineClient:
         with self._lock:
             self._end = reason
             left = list(self._receivers)
-        ends = [TokenEvent(request_id=r, finish_reason="error", error=reason) for r in left]
+        is_lost = self._lost is not None
+        ends = [
+            TokenEvent(request_id=name, finish_reason="error", error=reason, is_unavailable=is_lost)
+            for name in left
+        ]
         self._deliver(StepReport(tuple(ends)))
 
     def _serve(self) -> None:

@@ -13,7 +13,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from skippy_mesh.config import EngineSettings, StepRules
@@ -216,7 +216,7 @@ class Engine:
     def _lose(self, error: StageLostError, num_sequences: int) -> None:
         """Who ran waits until the stage is there again, unless it was lost too often."""
         if not self._restarts.allows(error.stage, self._clock()):
-            self._fail(f"{error}; it had {self._restarts}, and no more are made")
+            self._give_up(f"{error}; it had {self._restarts}, and no more are made")
             return
         self._is_restoring = True
         loss = StageLoss(error.stage, num_sequences)
@@ -231,11 +231,20 @@ class Engine:
             self._lose(error, 0)
         except Exception as error:
             logger.exception("a lost stage cannot be had back")
-            self._fail(str(error))
+            self._give_up(str(error))
         self._say(None)  # who was aborted in the meantime
 
-    def _fail(self, problem: str) -> None:
+    def _give_up(self, problem: str) -> None:
         """No step can succeed any more: everything open ends, and nothing is let in."""
+        self.problem = problem
+        self._is_restoring = False
+        self._say(None)
+        self.scheduler.fail_all(problem)
+        events = [replace(event, is_unavailable=True) for event in self.scheduler.take_events()]
+        self._report(StepReport(tuple(events), state=self.scheduler.snapshot()))
+
+    def _fail(self, problem: str) -> None:
+        """A bug of ours: everything open ends, and nothing is let in."""
         self.problem = problem
         self._is_restoring = False
         self._pending.clear()
@@ -319,7 +328,12 @@ class Engine:
             except RequestError as error:
                 reason = str(error)
         if reason is not None:
-            refusal = TokenEvent(request_id=request.request_id, finish_reason="error", error=reason)
+            refusal = TokenEvent(
+                request_id=request.request_id,
+                finish_reason="error",
+                error=reason,
+                is_unavailable=self.problem is not None,
+            )
             self._report(StepReport((refusal,), state=self.scheduler.snapshot()))
 
     def _abort(self, request_id: str) -> None:

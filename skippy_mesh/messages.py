@@ -80,9 +80,9 @@ class TokenEvent:
     """What the engine says of one request after one step.
 
     The last event of a request carries ``finish_reason``; ``error`` is set only with reason
-    ``error``. ``token_id`` is None when the request ended without a new token; ``logprobs`` come
-    with it where the request asked for them. ``num_cached`` tokens of its prompt did not have to be
-    computed.
+    ``error``, and ``is_unavailable`` when it is not this request's: a stage was given up.
+    ``token_id`` is None when the request ended without a new token; ``logprobs`` come with it where
+    the request asked for them. ``num_cached`` tokens of its prompt did not have to be computed.
     """
 
     request_id: str
@@ -91,6 +91,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     error: str | None = None
     num_cached: int = 0
+    is_unavailable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

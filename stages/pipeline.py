@@ -8,6 +8,7 @@ returns the last stage's logits, for tests that compare bits.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.wire import Hidden, encode_activations, encode_step
 from stages.batch import Floats
 from stages.worker import StageInfo, StageTimes, StageWorker
+
+logger = logging.getLogger(__name__)
 
 _SILENCE_S = 3.0
 _RETRY_S = 0.1
@@ -123,8 +126,9 @@ class Revival:
         try:
             info: StageInfo = ray.get(load)
         except ray.exceptions.RayTaskError as error:
+            logger.error("stage %d cannot be loaded again: %s", index, first_line(error.cause))
             raise StageError(
-                f"stage {index} cannot be loaded again: {first_line(error.cause)}"
+                f"stage {index} cannot be loaded again; the reason is in the server's log"
             ) from error
         except ray.exceptions.RayError as error:
             raise StageLostError(f"stage {index} died while it was loaded again", index) from error

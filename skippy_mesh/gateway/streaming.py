@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from skippy_mesh.errors import UsageError
-from skippy_mesh.gateway.errors import ApiError, engine_failed, to_api_error
+from skippy_mesh.gateway.errors import ApiError, engine_failed, to_api_error, unavailable
 from skippy_mesh.gateway.replies import Delta, Reply
 from skippy_mesh.gateway.schemas import StreamOptions
 from skippy_mesh.gateway.text import Choice
@@ -153,6 +153,8 @@ async def next_delta(tokens: TokenStream, choice: Choice) -> Delta:
     while True:
         event = await tokens.get()
         if event.finish_reason == "error":
+            if event.is_unavailable:
+                raise unavailable("stage_unavailable", event.error or "a stage is lost")
             raise engine_failed()
         if (delta := choice.push(event)) is not None:
             return delta

@@ -24,6 +24,8 @@ CEILING = "tests/unit/test_ceiling.py::"
 PREFIXES = "tests/unit/test_prefix_cache.py::"
 PLANNER = "tests/unit/test_planner.py::"
 ADMISSION = "tests/unit/test_admission.py::"
+ENGINE = "tests/unit/test_engine.py::"
+RESUMPTION = "tests/unit/test_resumption.py::"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,30 @@ FAULTS = {
         "if answer.term == term == self._term:",
         "if True:",
         ADMISSION + "test_a_coordinator_restarted_between_two_questions_costs_nobody_an_answer",
+    ),
+    "resubmit without history": Fault(
+        "skippy_mesh/client.py",
+        "outputs=tuple(self._outputs)",
+        "outputs=()",
+        RESUMPTION + "test_whenever_the_engine_dies_the_joined_tokens_are_those_of_one_that_lived",
+    ),
+    "begin in an epoch that the stages have seen": Fault(
+        "skippy_mesh/scheduler/scheduler.py",
+        "self.epoch = first_epoch - 1",
+        "self.epoch = -1",
+        RESUMPTION + "test_what_ran_is_submitted_with_its_history_and_what_waited_as_it_came",
+    ),
+    "go on before the lost stage is loaded": Fault(
+        "skippy_mesh/engine.py",
+        "self._is_restoring = not self._pipeline.restore(_RESTORE_S)",
+        "self._is_restoring = False",
+        ENGINE + "test_who_ran_when_a_stage_was_lost_waits_and_goes_on_as_if_nothing_had_been",
+    ),
+    "let who killed the engine run in company": Fault(
+        "skippy_mesh/scheduler/sequence.py",
+        "sequence.trial_end = sequence.num_known",
+        "sequence.trial_end = 0",
+        RESUMPTION + "test_a_request_that_kills_the_engine_ends_alone_and_the_others_go_on",
     ),
 }
 

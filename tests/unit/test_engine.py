@@ -239,6 +239,7 @@ def test_a_stage_lost_once_too_often_ends_everything_and_refuses_what_comes_late
     said = "stage 1 does not answer; it had 1 restarts in 600 s, and no more are made"
     assert served.engine.problem == said
     assert {events[-1].error for events in served.events.values()} == {said}
+    assert all(events[-1].is_unavailable for events in served.events.values())
     served.ask(request("late")).take()
     assert served.events["late"][0].error == said
     served.close()
