@@ -39,7 +39,7 @@ class Gate:
 
     def __call__(self, batch: StepBatch) -> None:
         self.reached.set()
-        assert self.opened.wait(5), "nobody opened the gate"
+        assert self.opened.wait(60), "nobody opened the gate"
         self.seen.extend(batch.tokens)
 
 
