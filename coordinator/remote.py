@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWERS_WITHIN_S = 3.0
 _RESTARTS_WITHIN_S = 60.0
+_STARTS_WITHIN_S = 300.0  # its vocabulary may be large and the machine busy
 _RETRY_S = 0.2
 _LOST = (
     "who may come in cannot be said just now, the coordinator is being restarted; running "
@@ -90,7 +91,8 @@ class RemoteGateway:
         deadline_s = time.monotonic() + _RESTARTS_WITHIN_S
         while True:
             try:
-                url: str = ray.get(self._actor.start.remote(self._served, self._doorkeeper))
+                started = self._actor.start.remote(self._served, self._doorkeeper)
+                url: str = ray.get(started, timeout=_STARTS_WITHIN_S)
                 break
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, SkippyError):
