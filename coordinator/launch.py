@@ -53,6 +53,7 @@ _OBJECT_STORE_BYTES = 256 * 2**20
 _PLACEMENT_TIMEOUT_S = 600.0
 _PLACEMENT_NOTICE_S = 10.0
 _CONNECT_TIMEOUT_S = 10.0
+_REMOVAL_S = 3.0
 # A decode must not block a question about health, and one thread must own the context.
 _CONCURRENCY_GROUPS = {"step": 1, "control": 1, "reports": 2, "health": 1}
 _GROUP_OF = {
@@ -288,7 +289,7 @@ def stage_actors(
     finally:
         for actor in actors:
             ray.kill(actor)
-        remove_placement_group(group)
+        _remove(group)
 
 
 @contextmanager
@@ -336,13 +337,23 @@ def _reserve(specs: Sequence[StageSpec], *, mesh_name: str, spread: bool) -> Pla
             return group
         why = why_unplaced(bundles, _free_resources(), spread=spread)
     except BaseException:
-        remove_placement_group(group)
+        _remove(group)
         raise
-    remove_placement_group(group)
+    _remove(group)
     raise RuntimeUnavailableError(
         f"after {_PLACEMENT_TIMEOUT_S:.0f} s there is {why}; add nodes, or lower --stages or "
         f"--threads"
     )
+
+
+def _remove(group: PlacementGroup) -> None:
+    """With a limit: when all of our process group got the signal, the cluster is gone already, and
+    Ray would wait a minute for it and then end this process."""
+    removal = threading.Thread(target=remove_placement_group, args=(group,), daemon=True)
+    removal.start()
+    removal.join(_REMOVAL_S)
+    if removal.is_alive():
+        logger.warning("the cluster does not answer: it is left as it is")
 
 
 def _free_resources() -> list[tuple[str, Mapping[str, float]]]:

@@ -18,42 +18,61 @@ logger = logging.getLogger(__name__)
 
 _ANSWERS_WITHIN_S = 3.0
 _RESTARTS_WITHIN_S = 60.0
+_STARTS_WITHIN_S = 300.0  # its vocabulary may be large and the machine busy
 _RETRY_S = 0.2
+_LOST = (
+    "who may come in cannot be said just now, the coordinator is being restarted; running "
+    "requests go on"
+)
 Found = TypeVar("Found")
 
 
 class RemoteDoorkeeper:
-    """The coordinator's actor. One that is dead or silent is lost, until the next question."""
+    """The coordinator's actor. One that is dead or silent is lost, until the next question.
 
-    def __init__(self, actor: Any):
+    Silent is one that answers nobody for 3 s: in a crowd a single question may take longer, and
+    load alone is no reason to turn anybody away.
+    """
+
+    def __init__(self, actor: Any, *, answers_within_s: float = _ANSWERS_WITHIN_S):
         self._actor = actor
+        self._answers_within_s = answers_within_s
+        self._answered_s = 0.0
 
     async def register(self, gateway: str, places: Sequence[OpenPlace]) -> int:
-        term: int = await _answer(self._actor.register.remote(gateway, places))
+        term: int = await self._answer(self._actor.register.remote(gateway, places))
         return term
 
     async def take(self, gateway: str, term: int, number: int, news: News) -> Answer:
-        answer: Answer = await _answer(self._actor.take.remote(gateway, term, number, news))
+        answer: Answer = await self._answer(self._actor.take.remote(gateway, term, number, news))
         return answer
 
     async def count(self, gateway: str, term: int, number: int, num_tokens: int) -> Answer:
-        answer: Answer = await _answer(self._actor.count.remote(gateway, term, number, num_tokens))
+        answer: Answer = await self._answer(
+            self._actor.count.remote(gateway, term, number, num_tokens)
+        )
         return answer
 
     async def note(self, gateway: str, term: int, news: News) -> Answer:
-        answer: Answer = await _answer(self._actor.note.remote(gateway, term, news))
+        answer: Answer = await self._answer(self._actor.note.remote(gateway, term, news))
         return answer
 
-
-async def _answer(ref: Awaitable[Found]) -> Found:
-    try:
-        async with asyncio.timeout(_ANSWERS_WITHIN_S):
-            return await ref
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        raise CoordinatorLostError(
-            "who may come in cannot be said just now, the coordinator is being restarted; "
-            "running requests go on"
-        ) from error
+    async def _answer(self, ref: Awaitable[Found]) -> Found:
+        answer = asyncio.ensure_future(ref)
+        asked_s = time.monotonic()
+        try:
+            while not answer.done():
+                silent_s = time.monotonic() - max(asked_s, self._answered_s)
+                if silent_s >= self._answers_within_s:
+                    raise CoordinatorLostError(_LOST)
+                await asyncio.wait([answer], timeout=self._answers_within_s - silent_s)
+            found = answer.result()
+        except ray.exceptions.RayError as error:
+            raise CoordinatorLostError(_LOST) from error
+        finally:
+            answer.cancel()
+        self._answered_s = time.monotonic()
+        return found
 
 
 class RemoteGateway:
@@ -72,7 +91,8 @@ class RemoteGateway:
         deadline_s = time.monotonic() + _RESTARTS_WITHIN_S
         while True:
             try:
-                url: str = ray.get(self._actor.start.remote(self._served, self._doorkeeper))
+                started = self._actor.start.remote(self._served, self._doorkeeper)
+                url: str = ray.get(started, timeout=_STARTS_WITHIN_S)
                 break
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, SkippyError):

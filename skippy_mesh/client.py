@@ -99,7 +99,8 @@ class _Receiver:
         if event.token_id is not None:
             self._outputs.append(event.token_id)
             self.num_losses_alone = 0
-        self.start()
+        if event.token_id is not None or event.finish_reason not in ("abort", "error"):
+            self.start()  # who ends without having run was not served
         self.sink(event)
 
 
@@ -140,7 +141,7 @@ class EngineClient:
         self, request: Request, sink: Sink, *, on_start: Callable[[], object] | None = None
     ) -> None:
         """Run ``request``. ``sink`` gets its events, and ``on_start`` is called when it leaves the
-        queue, with its first event at the latest; neither may block."""
+        queue, with its first token at the latest; neither may block."""
         request.check_fits(self.max_model_len)
         with self._lock:
             if self._end is not None:
@@ -235,13 +236,17 @@ class EngineClient:
         """Submit all that is open: first who ran when the engine was lost, and of those who seems
         to have been the reason."""
         with self._lock:
-            ends = {name: each.end(str(loss)) for name, each in self._receivers.items()}
-            left = [name for name, end in ends.items() if end is None]
+            ends = {}
+            if loss is not None:
+                ends = {name: each.end(str(loss)) for name, each in self._receivers.items()}
+            left = [name for name in self._receivers if ends.get(name) is None]
             left.sort(key=lambda name: -self._receivers[name].num_losses_alone)
             self._suspects = [name for name in left if self._receivers[name].has_started]
             fresh = [name for name in left if not self._receivers[name].has_started]
             for name in (*self._suspects, *fresh):
                 self._channel.submit(self._receivers[name].request)
+                if self._receivers[name].is_aborted:  # before the first engine was there
+                    self._channel.abort(name)
             self._is_connected = True
             self._progress_s = self._clock()
             if self._end is not None:  # the engine that was told so is gone

@@ -76,6 +76,7 @@ class Telemetry:
         self._state: Snapshot | None = None
         self._num_in_flight = 0
         self._last_token_s: float | None = None
+        self._last_step_s: float | None = None
 
     def describe(
         self, stages: Sequence[Capacity], *, terms: Sequence[Bound], binding: Bound
@@ -101,6 +102,7 @@ class Telemetry:
             self._num_cancelled += cancelled
             if record is None or self._steps is None:
                 return
+            self._last_step_s = self._clock()
             waits_s = counted_waits(record, before)
             self._steps.add(record, waits_s)
             self._num_in_flight = record.batches_in_flight
@@ -120,6 +122,11 @@ class Telemetry:
     def epoch(self) -> int | None:
         """That of the last step, on every stage; None before the first."""
         return None if self._steps is None else self._steps.epoch
+
+    @property
+    def last_step_age_s(self) -> float | None:
+        """Since all stages answered a step; None before the first."""
+        return None if self._last_step_s is None else self._clock() - self._last_step_s
 
     @property
     def state(self) -> Snapshot | None:

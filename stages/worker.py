@@ -68,6 +68,7 @@ class StageInfo:
     capacity: Capacity
     planned: Capacity
     rules: StepRules
+    kv_type: str
     weight_bytes: int
     context_bytes: int
     planned_context_bytes: int | None
@@ -358,6 +359,7 @@ def _describe(
         capacity=_capacity(stage, context.num_cells, spec.context),
         planned=_capacity(stage, planned.num_cells, planned),
         rules=rules_of(stage),
+        kv_type=spec.context.kv_type,
         weight_bytes=memory.weight_bytes,
         context_bytes=memory.context_bytes,
         planned_context_bytes=planned_bytes,

@@ -69,7 +69,7 @@ class Places:
         self._numbers = itertools.count()
         self._open: dict[int, Place] = {}
         self._term: int | None = None
-        self._registering = asyncio.Lock()
+        self._registering: asyncio.Task[int] | None = None
         self._started: list[int] = []
         self._ended: list[int] = []
         self._telling: asyncio.Task[None] | None = None
@@ -131,23 +131,27 @@ class Places:
         raise CoordinatorLostError("the coordinator is being restarted over and over")
 
     async def _current_term(self) -> int:
+        """All who find the term gone share one try, and its failure: one after another they would
+        wait for a silent coordinator for minutes."""
         if self._term is not None:
             return self._term
-        async with self._registering:  # one book for all who found the term gone
-            if self._term is None:
-                book = [
-                    OpenPlace(
-                        number=place.number,
-                        num_tokens=place.num_tokens,
-                        is_waiting=place.is_waiting,
-                    )
-                    for place in self._open.values()
-                ]
-                self._term = await self._doorkeeper.register(self._gateway, book)
-                logger.info("registered %d open requests, term %d", len(book), self._term)
-                if self._started or self._ended:  # meanwhile
-                    self._tell_soon()
-            return self._term
+        if self._registering is None:
+            self._registering = asyncio.get_running_loop().create_task(self._register())
+        return await asyncio.shield(self._registering)
+
+    async def _register(self) -> int:
+        book = [
+            OpenPlace(number=place.number, num_tokens=place.num_tokens, is_waiting=place.is_waiting)
+            for place in self._open.values()
+        ]
+        try:
+            self._term = term = await self._doorkeeper.register(self._gateway, book)
+        finally:
+            self._registering = None
+        logger.info("registered %d open requests, term %d", len(book), term)
+        if self._started or self._ended:  # meanwhile
+            self._tell_soon()
+        return term
 
     def _take_news(self) -> News:
         news = News(tuple(self._started), tuple(self._ended))

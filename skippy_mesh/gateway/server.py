@@ -90,8 +90,10 @@ class Watch:
     stage.
     """
 
-    def __init__(self, silent_stages: Callable[[], Mapping[int, str]]):
+    def __init__(self, silent_stages: Callable[[], Mapping[int, str]], *, num_stages: int):
         self.silent: Mapping[int, str] | None = None
+        self._stages = range(num_stages)
+        self._heard_s: dict[int, float] = {}
         self._silent_stages = silent_stages
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -101,9 +103,16 @@ class Watch:
     def problem(self) -> str | None:
         return next(iter(self.silent.values()), None) if self.silent else None
 
+    def lease_ages_s(self) -> dict[int, float]:
+        """How long ago each stage said that it is well; one that never did is not there."""
+        now_s = time.monotonic()
+        return {stage: now_s - heard_s for stage, heard_s in list(self._heard_s.items())}
+
     def _run(self) -> None:
         while not self._stopped.is_set():
+            asked_s = time.monotonic()
             silent = self._silent_stages()
+            self._heard_s |= {stage: asked_s for stage in self._stages if stage not in silent}
             if silent and not self.silent:
                 logger.warning("not serving: %s", next(iter(silent.values())))
             self.silent = silent
@@ -133,7 +142,7 @@ class GatewayServer:
         self._mesh = mesh
         self._places = Places(doorkeeper)
         self._grammars = GrammarCompiler(spec.model_path)
-        self._watch = Watch(mesh.silent_stages)
+        self._watch = Watch(mesh.silent_stages, num_stages=len(mesh.infos))
         self._telemetry = self._new_telemetry()
         self._client = EngineClient(
             mesh.channel, max_model_len=mesh.max_model_len, on_report=self._telemetry.observe
@@ -231,6 +240,8 @@ class GatewayServer:
             problem=self._problem(),
             state=self._telemetry.state,
             epoch=self._telemetry.epoch,
+            last_reply_age_s=self._telemetry.last_step_age_s,
+            lease_ages_s=self._watch.lease_ages_s(),
             oldest_waiting_s=self._places.oldest_waiting_s(),
         )
 

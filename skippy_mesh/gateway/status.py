@@ -50,16 +50,23 @@ def status(
     problem: str | None,
     state: Snapshot | None,
     epoch: int | None,
+    last_reply_age_s: float | None,
+    lease_ages_s: Mapping[int, float],
     oldest_waiting_s: float | None,
 ) -> dict[str, object]:
     """What is not known is not there. ``state`` is the scheduler's after the last step, which all
-    stages ran in ``epoch``."""
+    stages ran in ``epoch`` and answered ``last_reply_age_s`` ago; ``lease_ages_s`` are by stage."""
     page: dict[str, object] = {
         "state": _state(problem),
         "captured_at": time.time(),
         "model": model_name,
         "stages": [
-            _stage(info, node, state, epoch)
+            _stage(info, node, state)
+            | _known(
+                epoch=epoch,
+                lease_age_s=lease_ages_s.get(info.index),
+                last_reply_age_s=last_reply_age_s,
+            )
             for info, node in zip(mesh.infos, mesh.nodes, strict=True)
         ],
         "exact": {"value": mesh.why_inexact is None, "reason": mesh.why_inexact},
@@ -92,23 +99,23 @@ def _state(problem: str | None) -> str:
     return "draining" if problem == DRAINING else "failed"
 
 
-def _stage(
-    info: StageInfo, node: str, state: Snapshot | None, epoch: int | None
-) -> dict[str, object]:
+def _known(**facts: object) -> dict[str, object]:
+    return {name: fact for name, fact in facts.items() if fact is not None}
+
+
+def _stage(info: StageInfo, node: str, state: Snapshot | None) -> dict[str, object]:
     components: dict[str, dict[str, object]] = {
         name: {"cells": size} for name, size in info.capacity.by_component().items()
     }
     if state is not None:
         for name, counts in cells(info.capacity, state):
             components[name].update(counts)
-    page: dict[str, object] = {
+    return {
         "index": info.index,
         "layers": [info.first_layer, info.end_layer],
         "node": node,
         "components": components,
         "bytes": {"weights": info.weight_bytes, "context": info.context_bytes},
         "ubatch": info.rules.max_rows,
+        "kv_types": {"k": info.kv_type, "v": info.kv_type},
     }
-    if epoch is not None:
-        page["epoch"] = epoch
-    return page

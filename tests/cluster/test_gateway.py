@@ -117,6 +117,10 @@ def test_the_actors_have_names_and_the_status_says_where_what_is(served):
     status = served.http.get("/status").json()
     assert status["state"] == "ready"
     assert [stage["layers"] for stage in status["stages"]] == [[0, 2], [2, 6]]
+    for stage in status["stages"]:
+        assert stage["kv_types"] == {"k": "q8_0", "v": "q8_0"}
+        assert (stage["epoch"], stage["last_reply_age_s"] >= 0) == (0, True)
+        assert 0 <= stage["lease_age_s"] < HAPPENS_WITHIN_S
     assert {stage["node"] for stage in status["stages"]} == {os.uname().nodename}
     assert status["ceiling"] == {
         "value": 8, "stage": "0", "component": "attention", "term": "2048 cells / 256 per session"

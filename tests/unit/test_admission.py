@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.admission import Admission
 from coordinator.coordinator import Coordinator, DirectDoorkeeper
+from coordinator.remote import RemoteDoorkeeper
 from skippy_mesh.errors import CoordinatorLostError, UsageError
 from skippy_mesh.gateway.places import PlaceRefusedError, Places
 from skippy_mesh.places import AdmissionLimits, Answer, News
@@ -306,5 +307,55 @@ def test_who_leaves_while_asking_leaves_nothing_behind():
         task.cancel()
         await turns()
         assert line.coordinator.num_open() == 1
+
+    asyncio.run(visit())
+
+
+def test_a_silent_coordinator_makes_nobody_wait_for_the_others():
+    """One after another, a thousand requests would wait for it for an hour."""
+
+    async def visit():
+        line = Line(limits(2, 2))
+        places = Places(line)
+        tries = []
+
+        async def silent(*_args):
+            tries.append(1)
+            await turns()
+            raise CoordinatorLostError("silent")
+
+        line.register = silent
+        asked = await asyncio.gather(*(places.take() for _ in range(20)), return_exceptions=True)
+        assert [type(each) for each in asked] == [CoordinatorLostError] * 20
+        assert len(tries) == 1
+        del line.register
+        await places.take()
+        assert line.coordinator.num_open() == places.num_open == 1
+
+    asyncio.run(visit())
+
+
+class Slow:
+    """An actor that answers one question after the other."""
+
+    def __init__(self, each_s):
+        self.note = self
+        self._each_s, self._free_s = each_s, 0.0
+
+    def remote(self, *_args):
+        loop = asyncio.get_running_loop()
+        self._free_s = max(self._free_s, loop.time()) + self._each_s
+        answer = loop.create_future()
+        loop.call_at(self._free_s, lambda: answer.cancelled() or answer.set_result(Answer(1)))
+        return answer
+
+
+def test_a_coordinator_that_a_crowd_asks_at_once_is_not_lost():
+    async def visit():
+        line = RemoteDoorkeeper(Slow(0.05), answers_within_s=0.5)
+        asked = [line.note("gateway_0", 1, News()) for _ in range(20)]
+        assert await asyncio.gather(*asked) == [Answer(1)] * 20
+        with pytest.raises(CoordinatorLostError):
+            await RemoteDoorkeeper(Slow(60), answers_within_s=0.05).note("gateway_0", 1, News())
 
     asyncio.run(visit())

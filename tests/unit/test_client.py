@@ -218,3 +218,35 @@ def test_every_report_is_heard_before_its_events(client_of):
     for event in client.generate(request("a", 5, 6)):
         assert any(event in report.events for report in heard)
     assert all(isinstance(report, StepReport) for report in heard)
+
+
+def test_who_gives_up_before_there_is_an_engine_ends_all_the_same():
+    """Else it stays open, and its place is never given back."""
+    listens = threading.Event()
+    channel = Channel()
+    channel.connect = lambda: listens.wait(20)
+    client = EngineClient(channel, max_model_len=512)
+    events = []
+    client.submit(request("a", 5, 400), events.append)
+    client.abort("a")
+    listens.set()
+    until(lambda: client.num_open == 0)
+    assert [event.finish_reason for event in events] == ["abort"]
+    client.close()
+
+
+def test_who_ends_in_the_queue_has_not_left_it_to_run(client_of):
+    """Else the coordinator takes it for served, and sends others back too soon."""
+    pipeline, gate = held()
+    client = client_of(Channel(pipeline))
+    started = []
+    client.submit(request("a"), lambda _event: None, on_start=lambda: started.append("a"))
+    ended = threading.Event()
+    client.submit(
+        request("b", 500, 4), lambda _event: ended.set(), on_start=lambda: started.append("b")
+    )
+    client.abort("b")
+    gate.set()
+    assert ended.wait(20)
+    until(lambda: client.num_open == 0)
+    assert started == ["a"]
