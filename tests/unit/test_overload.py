@@ -124,7 +124,7 @@ def test_too_many_tokens_may_not_wait_and_every_failure_gives_its_place_back() -
     engine = RunningEngine(FakePipeline(on_step=gate), num_lanes=1)
     with serving(engine=engine, places=places) as client, ThreadPoolExecutor() as pool:
         first = pool.submit(client.post, COMPLETIONS, json=ONCE)
-        assert gate.reached.wait(5)
+        assert gate.reached.wait(60)
         waiter = pool.submit(client.post, COMPLETIONS, json={"prompt": [7] * 90})
         eventually(lambda: len(engine.submitted) == 2)
         for _ in range(9):
@@ -154,7 +154,7 @@ def test_who_runs_no_longer_counts_as_waiting() -> None:
     with serving(engine=engine, places=places) as client, ThreadPoolExecutor() as pool:
         prompt = {"prompt": [7] * 80}
         first = pool.submit(client.post, COMPLETIONS, json=prompt)
-        assert gate.reached.wait(5)
+        assert gate.reached.wait(60)
         second = pool.submit(client.post, COMPLETIONS, json=prompt)
         eventually(lambda: len(engine.submitted) == 2)
         assert client.post(COMPLETIONS, json=prompt).json()["error"]["code"] == "queue_tokens_full"
@@ -176,7 +176,7 @@ def test_who_waits_too_long_is_sent_away_and_who_runs_is_not() -> None:
         with ThreadPoolExecutor() as pool:
             # A prompt of several steps: it runs long before its first token.
             first = pool.submit(client.post, COMPLETIONS, json={"prompt": [7] * 200})
-            assert gate.reached.wait(5)
+            assert gate.reached.wait(60)
             reply = client.post(COMPLETIONS, json={"prompt": "ZZZ"})
             error = reply.json()["error"]
             assert (reply.status_code, error["code"]) == (429, "queue_timeout")
@@ -220,7 +220,7 @@ def test_without_a_coordinator_new_requests_are_refused_and_running_ones_end_wel
         ThreadPoolExecutor() as pool,
     ):
         running = pool.submit(client.post, COMPLETIONS, json=ONCE)
-        assert gate.reached.wait(5)
+        assert gate.reached.wait(60)
         line.kill()
         reply = client.post(COMPLETIONS, json=ONCE)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "coordinator_lost")
