@@ -200,7 +200,30 @@ def test_a_killed_gateway_is_started_again_and_what_it_asked_for_is_ended(served
         with pytest.raises(httpx.TransportError):
             cut_off.result()
     assert len(served.tokens()) == 8
-    eventually(lambda: served.metric("requests_finished_total", reason="abort") == 1)
+    assert served.metric("requests_running") == 0, "nobody is left to hear of it"
+    eventually(lambda: served.metric("kv_cells", state="active") == 0)
+    eventually(lambda: served.num_places() == 0)
+
+
+@pytest.mark.parametrize("stage", [1, 0])
+def test_a_stage_killed_under_load_is_a_pause_for_who_runs_and_503_for_who_comes(served, stage):
+    alone = [served.tokens(number, 300) for number in range(2)]
+    restarts = served.metric("stage_restarts_total", stage=str(stage))
+    with ThreadPoolExecutor() as pool:
+        running = [pool.submit(served.ask, number % 2, 300) for number in range(4)]
+        eventually(lambda: served.metric("requests_running") == 4)
+        kill("StageHead" if stage == 0 else "StageWorker")
+        eventually(lambda: served.metric("stage_up", stage=str(stage)) == 0)
+        reply = served.ask(9)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "stage_unavailable")
+        assert f"stage {stage} " in reply.json()["error"]["message"]
+        assert int(reply.headers["Retry-After"]) >= 1
+        assert [ids_of(each.result()) for each in running] == alone * 2
+    eventually(lambda: served.http.get("/health").status_code == 200)
+    assert served.metric("stage_restarts_total", stage=str(stage)) == restarts + 1
+    assert served.metric("preemptions_total", reason="stage_loss") >= 4
+    epochs = [each["epoch"] for each in served.http.get("/status").json()["stages"]]
+    assert epochs[0] == epochs[1] == served.metric("stage_epoch", stage="0") > 0
     eventually(lambda: served.num_places() == 0)
 
 
