@@ -37,11 +37,13 @@ class RunningEngine:
         max_rows: int = 64,
         num_lanes: int = 16,
         num_cells: int | None = None,
+        num_residents: int = 0,
+        rules: StepRules | None = None,
     ):
         cells = max_model_len * num_lanes if num_cells is None else num_cells
         plan = EnginePlan(
-            capacity=Capacity(lanes=num_lanes, attention=cells),
-            rules=StepRules(max_rows=max_rows),
+            capacity=Capacity(lanes=num_lanes, residents=num_residents, attention=cells),
+            rules=rules or StepRules(max_rows=max_rows),
             max_model_len=max_model_len,
             max_in_flight=1,
             ceiling=num_lanes,

@@ -19,8 +19,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from skippy_mesh.client import EngineClient
-from skippy_mesh.errors import RequestError, SkippyError
-from skippy_mesh.gateway.chat import ChatTemplate, Tokenizer, encode_prompt
+from skippy_mesh.errors import SkippyError
+from skippy_mesh.gateway.chat import Tokenizer
 from skippy_mesh.gateway.constraints import Constraint, GrammarCompiler, Grammars
 from skippy_mesh.gateway.errors import (
     ApiError,
@@ -31,6 +31,8 @@ from skippy_mesh.gateway.errors import (
     valid_request_id,
 )
 from skippy_mesh.gateway.places import Places
+from skippy_mesh.gateway.prefixes import Sharing
+from skippy_mesh.gateway.prompts import Prompt, Prompts
 from skippy_mesh.gateway.refusals import Bounds
 from skippy_mesh.gateway.replies import Reply
 from skippy_mesh.gateway.schemas import (
@@ -70,6 +72,7 @@ def create_app(
     exact_reason: str | None = None,
     api_keys: Sequence[str] = (),
     limits: Limits | None = None,
+    sharing: Sharing | None = None,
     metrics: Callable[[], bytes] = bytes,
     status: Callable[[], Mapping[str, object]] = dict,
     on_reject: Callable[[str], None] | None = None,
@@ -88,6 +91,7 @@ def create_app(
     gateway = Gateway(
         engine, tokenizer, grammars,
         model_name=model_name, health=health, places=places, bounds=bounds, limits=limits,
+        sharing=sharing,
     )  # fmt: skip
     healthy: dict[str, object] = {"status": "ok", "exact": exact}
     if exact_reason is not None:
@@ -146,11 +150,13 @@ class Gateway:
         places: Places,
         bounds: Bounds,
         limits: Limits | None = None,
+        sharing: Sharing | None = None,
     ):
         self._engine = engine
         self._tokenizer = tokenizer
         self._grammars = Grammars(grammars)
-        self._template = ChatTemplate(tokenizer)
+        self._sharing = sharing or Sharing()
+        self._prompts = Prompts(tokenizer, needs_history=self._sharing.needs_history)
         self._model_name = model_name
         self._health = health
         self._places = places
@@ -185,63 +191,54 @@ class Gateway:
         self.refuse_if_unhealthy()
         body = parse_body(ChatBody, await self._read(http))
         use = body.tool_use(self._tokenizer.chat_template)
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        variables = body.template_variables
-        if use is not None:
-            messages = use.messages(messages)
-            variables |= use.variables
-        encode = functools.partial(
-            self._template.encode,
-            messages,
-            add_generation_prompt=body.add_generation_prompt,
-            add_special=body.add_special_tokens,
-            variables=variables,
-        )
-        return await self._complete(http, body, encode, is_chat=True, use=use)
+        encode = functools.partial(self._prompts.of_chat, body, use)
+        return await self._complete(http, body, encode, use=use)
 
     async def completions(self, http: Request) -> Response:
         self.refuse_if_unhealthy()
         body = parse_body(CompletionBody, await self._read(http))
-        encode = functools.partial(self._prompt_ids, body)
-        echoed = self._prompt_text(body) if body.echo else ""
-        return await self._complete(http, body, encode, is_chat=False, echoed=echoed)
+        encode = functools.partial(self._prompts.of_completion, body)
+        return await self._complete(http, body, encode)
 
     async def _complete(
         self,
         http: Request,
         body: GenerationBody,
-        encode: Callable[[], list[int]],
+        encode: Callable[[], Prompt],
         *,
-        is_chat: bool,
-        echoed: str = "",
         use: ToolUse | None = None,
     ) -> Response:
         constraint = (use and use.constraint) or body.constraint
-        request, tokens = await self._submit(
-            http, body, encode, constraint, field="messages" if is_chat else "prompt"
-        )
-        request_id, prompt = request.request_id, request.token_ids
-        reply = Reply(
-            request_id=request_id,
-            created=int(time.time()),
-            model=self._model_name,
-            is_chat=is_chat,
-            seed=request.sampling.seed,
-            num_prompt_tokens=len(prompt),
-            prompt_ids=list(prompt) if body.return_token_ids else None,
-        )
-        choice = Choice(
-            self._tokenizer,
-            body.text_rules(prefix=echoed, shows_special=use is not None and use.shows_special),
-            tools=use.parser() if use is not None else None,
-        )
+        request, tokens = await self._submit(http, body, encode, constraint)
         try:
+            reply, choice = self._reply(body, request), self._choice(body, use)
             answering = self._answer(reply, tokens, choice, body)
-            response = await unless_gone(answering, http.receive)
+            return await unless_gone(answering, http.receive)
         except BaseException:
             tokens.close()
             raise
-        return response
+
+    def _reply(self, body: GenerationBody, request: EngineRequest) -> Reply:
+        return Reply(
+            request_id=request.request_id,
+            created=int(time.time()),
+            model=self._model_name,
+            is_chat=isinstance(body, ChatBody),
+            seed=request.sampling.seed,
+            num_prompt_tokens=len(request.token_ids),
+            prefix_kind=self._sharing.kind,
+            prompt_ids=list(request.token_ids) if body.return_token_ids else None,
+        )
+
+    def _choice(self, body: GenerationBody, use: ToolUse | None) -> Choice:
+        return Choice(
+            self._tokenizer,
+            body.text_rules(
+                prefix=self._prompts.echo(body),
+                shows_special=use is not None and use.shows_special,
+            ),
+            tools=use.parser() if use is not None else None,
+        )
 
     async def _answer(
         self, reply: Reply, tokens: TokenStream, choice: Choice, body: GenerationBody
@@ -249,7 +246,7 @@ class Gateway:
         if not body.stream:
             whole = await all_deltas(tokens, choice)
             tokens.close()
-            return JSONResponse(reply.whole(whole, choice.num_tokens))
+            return JSONResponse(reply.whole(whole, choice.spent))
         first = None
         with suppress(TimeoutError):
             async with asyncio.timeout(self._limits.hold_s):
@@ -267,10 +264,8 @@ class Gateway:
         self,
         http: Request,
         body: GenerationBody,
-        encode: Callable[[], list[int]],
+        encode: Callable[[], Prompt],
         constraint: Constraint | None,
-        *,
-        field: str,
     ) -> tuple[EngineRequest, TokenStream]:
         """The request on its way. Whatever fails here gives back its place and its id; afterwards
         the stream does, when the engine is done with it."""
@@ -286,10 +281,11 @@ class Gateway:
         try:
             prompt = await asyncio.to_thread(encode)
             grammar = await self._grammars.compiled(constraint)
-            request = self._engine_request(request_id, body, prompt, grammar)
+            request = self._engine_request(http, request_id, body, prompt, grammar)
+            field = "messages" if isinstance(body, ChatBody) else "prompt"
             self._bounds.check_fits(request, self._engine.max_model_len, field=field)
             with self._bounds.refusals():
-                await place.count(len(prompt))
+                await place.count(len(prompt.token_ids))
             return request, self._start(request, on_start=place.start, on_end=give_back)
         except BaseException:
             give_back()
@@ -321,10 +317,10 @@ class Gateway:
         return tokens
 
     def _engine_request(
-        self, request_id: str, body: GenerationBody, prompt: list[int], grammar: str
+        self, http: Request, request_id: str, body: GenerationBody, prompt: Prompt, grammar: str
     ) -> EngineRequest:
         for param, ids in body.named_ids.items():
-            self._check_ids(ids, param=param)
+            self._prompts.check_ids(ids, param=param)
         eog_ids = self._tokenizer.eog_ids
         sampling = body.sampling(
             eog_ids=eog_ids, draw_seed=lambda: secrets.randbits(_SEED_BITS), grammar=grammar
@@ -332,30 +328,14 @@ class Gateway:
         stop_ids = eog_ids.union(body.stop_token_ids).difference(sampling.suppressed_ids)
         return EngineRequest(
             request_id=request_id,
-            token_ids=tuple(prompt),
+            token_ids=prompt.token_ids,
             max_tokens=body.token_limit,
+            namespace=self._sharing.namespace(http.state.key_id, body.cache_salt),
+            shares_prefix=body.cache_prompt,
+            history_end=prompt.history_end,
             sampling=sampling,
             stop_token_ids=stop_ids,
         )
-
-    def _prompt_ids(self, body: CompletionBody) -> list[int]:
-        if isinstance(body.prompt, str):
-            return encode_prompt(self._tokenizer, body.prompt, add_special=body.add_special_tokens)
-        self._check_ids(body.prompt, param="prompt")
-        return body.prompt
-
-    def _prompt_text(self, body: CompletionBody) -> str:
-        if isinstance(body.prompt, str):
-            return body.prompt
-        return b"".join(map(self._tokenizer.piece, body.prompt)).decode(errors="replace")
-
-    def _check_ids(self, ids: Sequence[int], *, param: str) -> None:
-        num_tokens = self._tokenizer.num_tokens
-        for token in ids:
-            if not 0 <= token < num_tokens:
-                raise RequestError(
-                    f"{param}: token id {token} is not in [0, {num_tokens})", param=param
-                )
 
     def _name_request(self, http: Request, body: GenerationBody) -> str:
         """The request's final id, unique among those in flight; the reply's header carries it."""

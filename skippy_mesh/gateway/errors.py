@@ -6,6 +6,7 @@ by itself, leaves as ``{"error": {message, type, param, code}}`` with the reques
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import re
@@ -131,7 +132,8 @@ class Edge:
     """The outermost layer: names the request, checks its key, answers for whatever fails inside.
 
     ``scope["state"]["request_id"]`` is the id that the reply's header will carry; a route may
-    still change it until the reply starts. ``on_reject`` gets the code of every refused generation.
+    still change it until the reply starts; ``key_id`` beside it tells keys apart. ``on_reject``
+    gets the code of every refused generation.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class Edge:
     ):
         self._app = app
         self._keys = [key.encode() for key in api_keys]
+        self._key_ids = [hashlib.sha256(key).hexdigest() for key in self._keys]
         self._on_reject = on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,6 +154,7 @@ class Edge:
             return
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
+        state["key_id"] = ""
         state["request_id"] = valid_request_id(headers.get("x-request-id")) or uuid.uuid4().hex
         has_started = False
 
@@ -163,7 +167,7 @@ class Edge:
 
         try:
             if scope["path"] not in PUBLIC_PATHS:
-                self._check_key(headers)
+                state["key_id"] = self._check_key(headers)
             await self._app(scope, receive, send_named)
         except ClientDisconnect:
             logger.info("request %s: the client left (499)", state["request_id"])
@@ -177,9 +181,10 @@ class Edge:
                 self._on_reject(reply.code)
             await reply.response()(scope, receive, send_named)
 
-    def _check_key(self, headers: Headers) -> None:
+    def _check_key(self, headers: Headers) -> str:
+        """The id of the key that came, which does not tell it; empty if none is needed."""
         if not self._keys:
-            return
+            return ""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         # Header text is latin-1; every key is compared, so the time taken tells nothing.
@@ -191,3 +196,4 @@ class Edge:
                 "no valid key: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return self._key_ids[found.index(True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skippy_mesh import __version__
@@ -38,11 +38,20 @@ class Delta:
     stop_reason: str | int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Tokens that were sampled for a choice, and those of its prompt that were not computed."""
+
+    num_output: int
+    num_cached: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """One reply in the dialect of its endpoint, whole or in chunks.
 
-    ``prompt_ids`` is given only where the client asked for token ids.
+    ``prefix_kind`` says how cached tokens were come by. ``prompt_ids`` is given only where the
+    client asked for token ids.
     """
 
     request_id: str
@@ -51,35 +60,35 @@ class Reply:
     is_chat: bool
     seed: int
     num_prompt_tokens: int
+    prefix_kind: Callable[[int], str]
     prompt_ids: list[int] | None = None
 
-    @property
-    def skippy(self) -> dict[str, object]:
+    def skippy(self, spent: Spent) -> dict[str, object]:
         return {
             "request_id": self.request_id,
             "seed": self.seed,
             "preemptions": 0,
             "recomputed_tokens": 0,
-            "prefix_kind": "none",
+            "prefix_kind": self.prefix_kind(spent.num_cached),
         }
 
-    def usage(self, num_output_tokens: int) -> dict[str, object]:
+    def usage(self, spent: Spent) -> dict[str, object]:
         return {
             "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": num_output_tokens,
-            "total_tokens": self.num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens": spent.num_output,
+            "total_tokens": self.num_prompt_tokens + spent.num_output,
+            "prompt_tokens_details": {"cached_tokens": spent.num_cached},
         }
 
-    def whole(self, delta: Delta, num_output_tokens: int) -> dict[str, object]:
+    def whole(self, delta: Delta, spent: Spent) -> dict[str, object]:
         """The reply of a request without ``stream``: ``delta`` is all of the choice."""
         content: dict[str, object] = (
             {"message": self._message(delta)} if self.is_chat else {"text": delta.text}
         )
         return {
             **self._outer(delta, content, is_first=True),
-            "usage": self.usage(num_output_tokens),
-            "skippy": self.skippy,
+            "usage": self.usage(spent),
+            "skippy": self.skippy(spent),
         }
 
     def chunk(self, delta: Delta, *, is_first: bool) -> dict[str, object]:
@@ -93,11 +102,11 @@ class Reply:
             content["tool_calls"] = [self._call_chunk(call) for call in delta.calls]
         return self._outer(delta, {"delta": content}, is_first=is_first, is_chunk=True)
 
-    def usage_chunk(self, num_output_tokens: int) -> dict[str, object]:
+    def usage_chunk(self, spent: Spent) -> dict[str, object]:
         return {
             **self._envelope([], is_chunk=True),
-            "usage": self.usage(num_output_tokens),
-            "skippy": self.skippy,
+            "usage": self.usage(spent),
+            "skippy": self.skippy(spent),
         }
 
     def _outer(

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError, from_json
 from skippy_mesh.errors import RequestError
 from skippy_mesh.gateway.body import Body
 from skippy_mesh.gateway.constraints import Constrained
+from skippy_mesh.gateway.prefixes import Cached
 from skippy_mesh.gateway.text import TextRules
 from skippy_mesh.gateway.tools import Tool, ToolCall, ToolChoice, ToolUse, tool_use
 from skippy_mesh.messages import SamplingParams
@@ -154,7 +155,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(Constrained):
+class GenerationBody(Constrained, Cached):
     """The fields both endpoints share; ranges of sampling fields: :class:`SamplingParams`."""
 
     model: str = ""

@@ -23,6 +23,7 @@ from skippy_mesh.client import EngineClient
 from skippy_mesh.errors import SkippyError, UsageError
 from skippy_mesh.gateway.app import DRAINING, create_app
 from skippy_mesh.gateway.places import Places
+from skippy_mesh.gateway.prefixes import Sharing, new_secret
 from skippy_mesh.gateway.refusals import Bounds
 from skippy_mesh.gateway.status import Served, status
 from skippy_mesh.gateway.streaming import Limits
@@ -68,14 +69,16 @@ class GatewaySpec:
 
     ``build`` are the labels of ``build_info``, ``config`` what ``/status`` shows of the flags.
     ``step_log`` is there already, so that a gateway that is started again goes on in it.
-    ``counts_steps`` is false for an engine that keeps no step records.
+    ``counts_steps`` is false for an engine that keeps no step records. ``prefix_secret`` is made
+    with the spec, so that a gateway that is started again keeps the namespaces.
     """
 
     host: str
     port: int
     model_path: str
     model_name: str
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    prefix_secret: bytes = field(default_factory=new_secret, repr=False)
     limits: Limits = field(default_factory=Limits)
     step_log: str | None = None
     counts_steps: bool = True
@@ -227,10 +230,18 @@ class GatewayServer:
             exact_reason=mesh.why_inexact,
             api_keys=spec.api_keys,
             limits=spec.limits,
+            sharing=self._sharing(),
             metrics=self._telemetry.render,
             status=self._status,
             on_reject=self._telemetry.reject,
         )
+
+    def _sharing(self) -> Sharing:
+        info = self._mesh.infos[-1]
+        rule = info.rules.prefix_rule
+        if rule == "boundary" and not info.capacity.residents:
+            rule = "none"  # there is nowhere to keep a snapshot
+        return Sharing(rule, self._spec.prefix_secret)
 
     def _status(self) -> Mapping[str, object]:
         return status(

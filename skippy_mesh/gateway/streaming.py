@@ -261,7 +261,7 @@ class EventStream(Response):
                     delta = None
                     yield PING
             if self._options.include_usage:
-                yield _data(self._reply.usage_chunk(self._choice.num_tokens))
+                yield _data(self._reply.usage_chunk(self._choice.spent))
         except Exception as error:
             yield _data(to_api_error(error).body)
         yield DONE
@@ -269,12 +269,12 @@ class EventStream(Response):
     def _frame(self, delta: Delta, *, is_first: bool) -> bytes:
         chunk = self._reply.chunk(delta, is_first=is_first)
         if self._options.continuous_usage_stats:
-            chunk["usage"] = self._reply.usage(self._choice.num_tokens)
+            chunk["usage"] = self._reply.usage(self._choice.spent)
         elif self._options.include_usage:
             chunk["usage"] = None
         elif delta.finish_reason is not None:
             # No usage chunk follows, so the seed travels with the last one.
-            chunk["skippy"] = self._reply.skippy
+            chunk["skippy"] = self._reply.skippy(self._choice.spent)
         return _data(chunk)
 
 

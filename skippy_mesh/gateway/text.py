@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skippy_mesh.gateway.chat import Tokenizer
-from skippy_mesh.gateway.replies import Delta, Score
+from skippy_mesh.gateway.replies import Delta, Score, Spent
 from skippy_mesh.gateway.tool_parser import CallDelta, ToolParser
 from skippy_mesh.messages import TokenEvent
 
@@ -100,12 +100,18 @@ class Choice:
         self._is_first = True
         self._end_s: float | None = None
         self.num_tokens = 0
+        self._num_cached = 0
+
+    @property
+    def spent(self) -> Spent:
+        return Spent(self.num_tokens, self._num_cached)
 
     def push(self, event: TokenEvent) -> Delta | None:
         """What ``event`` adds; None while there is nothing to show."""
         finish: str | None = event.finish_reason
         stop: str | int | None = None
         data = b""
+        self._num_cached = event.num_cached
         if event.token_id is not None:
             self._take(event, event.token_id)
             if finish != "stop":

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from skippy_mesh.gateway.prefixes import Sharing
 from skippy_mesh.gateway.replies import Reply
 from skippy_mesh.gateway.text import Choice, TextRules
 from skippy_mesh.messages import SamplingParams, TokenEvent, TokenLogprobs
@@ -205,7 +206,13 @@ def test_what_has_no_chance_has_a_finite_logprob() -> None:
     )
     assert delta is not None
     reply = Reply(
-        request_id="r", created=0, model="m", is_chat=False, seed=0, num_prompt_tokens=1
+        request_id="r",
+        created=0,
+        model="m",
+        is_chat=False,
+        seed=0,
+        num_prompt_tokens=1,
+        prefix_kind=Sharing().kind,
     ).chunk(delta, is_first=True)
     assert scores(reply)["token_logprobs"] == [-9999.0]  # type: ignore[arg-type]
     assert scores(reply)["top_logprobs"] == [{"b": -1.0, "a": -9999.0}]  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""From a body to a prompt: its token ids, and how far the conversation's next prompt agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skippy_mesh.errors import RequestError
+from skippy_mesh.gateway.chat import ChatTemplate, Tokenizer, encode_prompt
+from skippy_mesh.gateway.schemas import ChatBody, CompletionBody, GenerationBody
+from skippy_mesh.gateway.tools import ToolUse
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``history_end`` tokens of it are history, 0 if that was not asked or is not known."""
+
+    token_ids: tuple[int, ...]
+    history_end: int = 0
+
+
+class Prompts:
+    """Renders and tokenises; takes time, on any thread. ``needs_history`` costs a second rendering
+    of every chat."""
+
+    def __init__(self, tokenizer: Tokenizer, *, needs_history: bool):
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
+        self._needs_history = needs_history
+
+    def of_chat(self, body: ChatBody, use: ToolUse | None) -> Prompt:
+        ids = self._render(body, use, add_generation_prompt=body.add_generation_prompt)
+        if not (self._needs_history and body.add_generation_prompt):
+            return Prompt(tuple(ids))
+        try:
+            history = self._render(body, use, add_generation_prompt=False)
+        except RequestError:  # of a template that insists on it
+            return Prompt(tuple(ids))
+        return Prompt(tuple(ids), _num_common(ids, history))
+
+    def of_completion(self, body: CompletionBody) -> Prompt:
+        if isinstance(body.prompt, str):
+            ids = encode_prompt(self._tokenizer, body.prompt, add_special=body.add_special_tokens)
+            return Prompt(tuple(ids))
+        self.check_ids(body.prompt, param="prompt")
+        return Prompt(tuple(body.prompt))
+
+    def echo(self, body: GenerationBody) -> str:
+        """The text of a prompt that was fit to be one, if ``body`` asks for it."""
+        if not isinstance(body, CompletionBody) or not body.echo:
+            return ""
+        if isinstance(body.prompt, str):
+            return body.prompt
+        return b"".join(map(self._tokenizer.piece, body.prompt)).decode(errors="replace")
+
+    def check_ids(self, ids: Sequence[int], *, param: str) -> None:
+        num_tokens = self._tokenizer.num_tokens
+        for token in ids:
+            if not 0 <= token < num_tokens:
+                raise RequestError(
+                    f"{param}: token id {token} is not in [0, {num_tokens})", param=param
+                )
+
+    def _render(
+        self, body: ChatBody, use: ToolUse | None, *, add_generation_prompt: bool
+    ) -> list[int]:
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        variables = body.template_variables
+        if use is not None:
+            messages = use.messages(messages)
+            variables |= use.variables
+        return self._template.encode(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            add_special=body.add_special_tokens,
+            variables=variables,
+        )
+
+
+def _num_common(ids: Sequence[int], others: Sequence[int]) -> int:
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(ids), len(others)))
