@@ -91,6 +91,7 @@ class PrefixCache:
         self._ledger = ledger
         self._rule = rules.prefix_rule
         self._multiple = rules.chunk_multiple
+        self._replays_in_chunks = rules.replays_in_chunks
         self._counts = counts
         self._trees: dict[str, PrefixTree[Donor]] = {}
         self._running: dict[int, Donor] = {}
@@ -105,7 +106,7 @@ class PrefixCache:
         """The longest usable prefix; the last token is always left to compute. Changes nothing."""
         if not self._takes_part(sequence):
             return Match(miss="off")
-        limit = sequence.num_known - 1
+        limit = self._limit(sequence)
         best, num_shared, num_awaited, num_common = None, 0, 0, 0
         for num_seen, donors in reversed(self._walk(sequence)):
             num_seen = min(num_seen, limit)
@@ -113,6 +114,8 @@ class PrefixCache:
             if num_seen <= num_shared:
                 break
             for donor in donors:
+                if num_shared == num_seen:
+                    break  # nobody has more of it
                 num_usable = self._usable(donor, num_seen, donor.num_ready)
                 if num_usable > num_shared:
                     best, num_shared = donor, num_usable
@@ -121,13 +124,24 @@ class PrefixCache:
             return Match(best, num_shared, num_awaited)
         return Match(None, 0, num_awaited, "cold" if num_common < MIN_SHARED else "boundary")
 
+    def most(self, sequence: Sequence) -> int:
+        """No match of ``sequence`` has more tokens; found without a look at the donors."""
+        walk = self._walk(sequence) if self._takes_part(sequence) else ()
+        return min(walk[-1][0], self._limit(sequence)) if walk else 0
+
+    def _limit(self, sequence: Sequence) -> int:
+        """Another's prompt was computed in chunks, which may not be how its outputs were."""
+        if self._replays_in_chunks:
+            return sequence.num_known - 1
+        return min(sequence.num_known - 1, sequence.num_prompt)
+
     def _usable(self, donor: Donor, num_common: int, num_ready: int) -> int:
         if self._rule == "any":
             return min(num_ready, num_common)
         return num_ready if num_ready == len(donor.tokens) <= num_common else 0
 
     def _walk(self, sequence: Sequence) -> list[tuple[int, dict[Donor, None]]]:
-        """What the index says of its tokens, kept until the index changes."""
+        """What the index says of its tokens, kept while it waits and the index does not change."""
         if sequence not in self._walks:
             tree = self._trees.get(sequence.request.namespace)
             tokens = sequence.tokens(0, sequence.num_known)
@@ -138,10 +152,15 @@ class PrefixCache:
         """A sequence on trial must not depend on others."""
         return self._rule != "none" and sequence.request.shares_prefix and not sequence.trial_end
 
+    def forget(self, sequence: Sequence) -> None:
+        """It does not wait any more, so nobody asks what it could start from."""
+        self._walks.pop(sequence, None)
+
     # -- a sequence comes, gets on, and goes -------------------------------------------------------
 
     def enter(self, sequence: Sequence, match: Match, plan: Plan) -> None:
         """``sequence`` has a lane now: it starts from ``match``, and others may start from it."""
+        self.forget(sequence)
         if match.donor is not None:
             self._touch(match.donor)
             self._copy(match.donor.lane, sequence.lane, match.num_shared, plan)
@@ -174,6 +193,8 @@ class PrefixCache:
         if not (keeps and self._settle(sequence, plan)):
             self._ledger.release(lane)
             plan.remove(lane)
+        while (num_cells := self._ledger.num_excess) or self._ledger.has_too_many_residents:
+            self._evict(plan, "cap", num_cells)
 
     def _settle(self, sequence: Sequence, plan: Plan) -> bool:
         """Make a resident of what ``sequence`` has computed, unless another has it all."""
@@ -193,8 +214,6 @@ class PrefixCache:
                     self._drop(donor, plan)  # its cells live on in this one
         self._ledger.keep(sequence.lane)
         self._add_resident(Donor(sequence.lane, namespace, tokens, len(tokens), is_resident=True))
-        while (num_cells := self._ledger.num_excess) or self._ledger.has_too_many_residents:
-            self._evict(plan, "cap", num_cells)
         return True
 
     # -- snapshots of recurrent memory -------------------------------------------------------------
@@ -207,11 +226,13 @@ class PrefixCache:
             end - end % self._multiple for end in (sequence.request.history_end, len(prompt) - 1)
         ]
         at = sequence.num_scheduled
+        lacks_id = False
         for end in ends:
             if end - at < MIN_SHARED or self._has_snapshot(sequence, prompt[:end]):
                 continue
             lane = self._ledger.reserve_resident()
             if lane is None:
+                lacks_id = True
                 break
             planned = Donor(lane, sequence.request.namespace, prompt[:end], is_planned=True)
             planned.is_resident = True
@@ -219,8 +240,10 @@ class PrefixCache:
             self._planned.setdefault(sequence.lane, []).append(planned)
             sequence.boundaries.append(end)
             at = end
-        # An id comes back a step after it was given up: have one ready for the next.
-        while self._ledger.num_residents >= self._ledger.capacity.residents:
+        # An id comes back a step after it was given up: have one ready for the next. Where there is
+        # one only, whoever starts from the snapshot on it leaves it to others.
+        num_ids = self._ledger.capacity.residents
+        while self._ledger.num_residents >= num_ids and (lacks_id or num_ids > 1):
             if not self._evict(plan, "cap", 0):
                 break
 

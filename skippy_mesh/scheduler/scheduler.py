@@ -313,6 +313,8 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence) -> bool:
         """Whether there is room for it, and nothing to gain by waiting for somebody's prefix."""
+        if self._ledger.lacks(self._need(sequence) - self._prefixes.most(sequence)):
+            return False  # whoever it shared from; a full pool is asked for all who wait
         match = self._prefixes.find(sequence)
         donor = None if match.donor is None else match.donor.lane
         lacking = self._ledger.lacks(self._need(sequence), donor=donor, num_shared=match.num_shared)
@@ -383,6 +385,7 @@ class Scheduler:
             self._free(sequence, keeps=reason != "error")
         else:
             self.waiting.remove(sequence)
+            self._prefixes.forget(sequence)
         sequence.status = Status.FINISHED
         del self._open[sequence.request.request_id]
         self._ended.append(sequence.event(token, reason, error, logprobs=logprobs))
