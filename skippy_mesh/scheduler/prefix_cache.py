@@ -194,7 +194,8 @@ class PrefixCache:
             self._ledger.release(lane)
             plan.remove(lane)
         while (num_cells := self._ledger.num_excess) or self._ledger.has_too_many_residents:
-            self._evict(plan, "cap", num_cells)
+            if not self._evict(plan, "cap", num_cells):
+                break
 
     def _settle(self, sequence: Sequence, plan: Plan) -> bool:
         """Make a resident of what ``sequence`` has computed, unless another has it all."""
