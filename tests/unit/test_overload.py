@@ -101,6 +101,24 @@ def test_an_idle_engine_takes_whatever_fits(num_cells: int, max_queue_tokens: in
             eventually(lambda: places.num_open == 0)
 
 
+def test_a_grammar_is_tried_by_whoever_has_a_place_and_a_bad_one_gives_it_back() -> None:
+    grammars, places = FakeGrammars(), places_of(ceiling=1, max_queue=0)
+    gate = Gate()
+    engine = RunningEngine(FakePipeline(on_step=gate), num_lanes=1)
+    with serving(engine=engine, places=places, grammars=grammars) as client:
+        for _ in range(3):
+            reply = client.post(CHAT, json={**HELLO, "grammar": "bad"})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_grammar")
+            assert places.num_open == 0
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(ask, client, CHAT, HELLO)
+            assert gate.reached.wait(5)
+            assert client.post(CHAT, json={**HELLO, "grammar": "bad"}).status_code == 429
+            gate.opened.set()
+            running.result()
+    assert len(grammars.asked) == 3, "who is refused costs nothing"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_can_never_fit_is_refused_with_both_counts_and_what_binds(stream: bool) -> None:
     places = places_of(ceiling=1, max_queue=0)
