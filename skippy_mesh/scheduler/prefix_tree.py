@@ -55,8 +55,12 @@ class PrefixTree(Generic[Entry]):
             del child.entries[entry]
             if not child.entries:
                 del node.children[tokens[at]]  # everything below was this entry's alone
+                if node is not self._root:
+                    _join(node)
                 return
             node, at = child, at + len(child.tokens)
+        if node is not self._root:
+            _join(node)
 
     def walk(self, tokens: Tokens) -> Iterator[tuple[int, dict[Entry, None]]]:
         """Ever more tokens of the beginning, and the entries that have all of them in common."""
@@ -79,6 +83,16 @@ def _split(parent: _Node[Entry], child: _Node[Entry], size: int) -> _Node[Entry]
     upper.children[child.tokens[0]] = child
     parent.children[upper.tokens[0]] = upper
     return upper
+
+
+def _join(node: _Node[Entry]) -> None:
+    """Undo a split nobody needs any more: whoever begins with ``node`` goes on to its one child. Or
+    what stays for long would be walked in steps of single tokens one day."""
+    if len(node.children) == 1:
+        (child,) = node.children.values()
+        if len(child.entries) == len(node.entries):
+            node.tokens += child.tokens
+            node.entries, node.children = child.entries, child.children
 
 
 def _num_common(edge: Tokens, tokens: Tokens, at: int) -> int:
