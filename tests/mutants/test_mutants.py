@@ -75,8 +75,8 @@ FAULTS = {
     ),
     "restore P instead of P - 1": Fault(
         "skippy_mesh/scheduler/prefix_cache.py",
-        "limit = sequence.num_known - 1\n",
-        "limit = sequence.num_known\n",
+        "            return sequence.num_known - 1\n",
+        "            return sequence.num_known\n",
         PREFIXES + "test_the_last_token_is_always_computed",
     ),
     "share what is still on its way": Fault(
@@ -192,8 +192,8 @@ FAULTS = {
     ),
     "hand in an empty book": Fault(
         "skippy_mesh/gateway/places.py",
-        "for place in self._open.values()\n                ]",
-        "for place in ()\n                ]",
+        "for place in self._open.values()\n        ]",
+        "for place in ()\n        ]",
         ADMISSION + "test_a_restarted_coordinator_is_told_who_is_in_and_keeps_its_bounds",
     ),
     "believe an answer of an old term": Fault(
