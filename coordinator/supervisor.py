@@ -36,6 +36,7 @@ class Supervisor:
         self._plan = plan
         self._restarts = RestartLimit(plan.max_restarts)
         self._watchdog = watchdog
+        self._highest_epoch = plan.first_epoch
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._start_engine()
@@ -52,6 +53,13 @@ class Supervisor:
         self._serving = self._head.serve.remote()
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception:  # a bug of ours must not leave a mesh that nobody looks after
+            logger.exception("the supervisor failed, and ends the mesh")
+            ray.kill(self._head)
+
+    def _watch(self) -> None:
         while True:
             ended, _ = ray.wait([self._serving], timeout=_WATCH_S)
             if not ended:
@@ -100,12 +108,19 @@ class Supervisor:
         return False
 
     def _next_epoch(self) -> int:
-        """Above what any living stage has seen, so that each starts empty."""
-        pulses = read_pulses(self._actors).values()
-        return 1 + max(pulse.epoch for pulse in pulses if isinstance(pulse, Pulse))
+        """Above what any stage has seen, so that each starts empty; one that is silent just now is
+        remembered."""
+        self._read()
+        return 1 + self._highest_epoch
+
+    def _read(self) -> dict[int, Pulse | Exception]:
+        pulses = read_pulses(self._actors)
+        seen = [pulse.epoch for pulse in pulses.values() if isinstance(pulse, Pulse)]
+        self._highest_epoch = max([self._highest_epoch, *seen])
+        return pulses
 
     def _look(self) -> None:
-        pulses = read_pulses(self._actors)
+        pulses = self._read()
         asked: Mapping[int, Pulse | None] = {
             stage: pulse if isinstance(pulse, Pulse) else None
             for stage, pulse in pulses.items()
