@@ -21,6 +21,7 @@ from typing import Any
 
 import grpc
 import ray
+from ray._private import worker as ray_worker
 from ray._private.gcs_utils import create_gcs_channel
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -93,11 +94,14 @@ def ray_cluster(*, address: str | None, num_cpus: int, namespace: str) -> Iterat
     try:
         if address:
             _check_answers(address)
+        is_talkative = logger.isEnabledFor(logging.DEBUG)
+        # Ray tells of a worker's death on stdout, which is the user's text.
+        ray_worker._worker_logs_enabled = is_talkative
         ray.init(
             **({"address": address} if address else own),
             namespace=namespace,
             logging_level=logging.ERROR,
-            log_to_driver=logger.isEnabledFor(logging.DEBUG),
+            log_to_driver=is_talkative,
         )
     except Exception as error:  # whatever is wrong, the user needs the address and the reason
         where = f"the Ray cluster at {address}" if address else "a local Ray cluster"
