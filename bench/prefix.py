@@ -139,16 +139,19 @@ def measure(
 
 
 def cells_per_session(steps: Sequence[Step]) -> dict[str, object]:
-    """At the step with the most sequences: attention cells in use over how many ran."""
-    busiest = max(steps, key=lambda step: step.running, default=None)
+    """While the most sequences run: the most attention cells in use, over how many run."""
+    busiest = max(steps, key=lambda step: (step.running, _cells(step)), default=None)
     if busiest is None or not busiest.running:
         return {}
-    cells = max(stage.get("attention", 0) for stage in busiest.active_cells)
     return {
-        "cells_per_session": round(cells / busiest.running, 1),
+        "cells_per_session": round(_cells(busiest) / busiest.running, 1),
         "max_running": busiest.running,
         "prefill_tokens": sum(step.prefill_tokens for step in steps),
     }
+
+
+def _cells(step: Step) -> int:
+    return max(stage.get("attention", 0) for stage in step.active_cells)
 
 
 def play_round(

@@ -68,8 +68,9 @@ def test_a_warm_answer_that_is_not_the_cold_one_has_no_number(tmp_path: Path) ->
 
 
 def test_cells_are_those_of_the_step_with_the_most_sequences() -> None:
-    few = step_line(running=2, kv=[{"attention": {"active": 10}}])
+    few = step_line(running=2, kv=[{"attention": {"active": 990}}])
+    early = step_line(running=8, kv=[{"attention": {"active": 16}}, {"attention": {"active": 8}}])
     many = step_line(running=8, kv=[{"attention": {"active": 100}}, {"attention": {"active": 96}}])
-    found = cells_per_session([read_step(few), read_step(many)])
+    found = cells_per_session(list(map(read_step, (few, early, many, few))))
     assert (found["cells_per_session"], found["max_running"]) == (pytest.approx(12.5), 8)
     assert cells_per_session([]) == {}
