@@ -56,10 +56,15 @@ class LaneMemory:
         self._pool_size = pool_size
         self._is_recurrent = is_recurrent
         self._max_piece = window - 1 if window else pool_size
-        self.next_positions = [0] * num_lanes
+        self._num_lanes = num_lanes
         self._holdings = Holdings()
         self.num_compactions = 0
         self._top = 0  # cells below this one have been handed out since the last compaction
+
+    @property
+    def next_positions(self) -> list[int]:
+        """Of each lane, one past its last position."""
+        return [self._holdings.held(lane) for lane in range(self._num_lanes)]
 
     def check_room(self, num_rows: int, operations: Sequence[Copy | Remove] = ()) -> None:
         """:class:`NoRoomError` unless ``num_rows`` fit once ``operations`` are done."""
@@ -98,8 +103,7 @@ class LaneMemory:
     def advance(self, reached: Mapping[int, int], num_rows: int) -> None:
         """Note that a step of ``num_rows`` rows has brought lanes to their next positions."""
         for lane, position in reached.items():
-            self._holdings.grow(lane, position - self.next_positions[lane])
-            self.next_positions[lane] = position
+            self._holdings.grow(lane, position - self._holdings.held(lane))
         self._top += num_rows
 
     def wipe(self, lanes: Sequence[int]) -> None:
@@ -119,13 +123,11 @@ class LaneMemory:
         llama_cpp.llama_memory_seq_cp(self._memory, lane, self._grave, -1, -1)
         self._drop(lane)
         self._holdings.cut(lane, 0)
-        self.next_positions[lane] = 0
-        if not any(self.next_positions):
+        if not self._holdings.num_used:
             self.clear()
 
     def clear(self) -> None:
         llama_cpp.llama_memory_clear(self._memory, False)
-        self.next_positions = [0] * len(self.next_positions)
         self._holdings = Holdings()
         self._top = 0
 
@@ -140,7 +142,7 @@ class LaneMemory:
     def _remove(self, operation: Remove) -> None:
         lane, p0, p1 = operation.lane, operation.p0, operation.p1
         self._check_lane(lane)
-        end = self.next_positions[lane]
+        end = self._holdings.held(lane)
         if p0 <= 0 and (p1 < 0 or p1 >= end):
             self.forget(lane)
             return
@@ -154,13 +156,12 @@ class LaneMemory:
         if not llama_cpp.llama_memory_seq_rm(self._memory, lane, p0, -1):
             raise InvalidBatchError(f"llama.cpp cannot remove positions from {p0} of lane {lane}")
         self._holdings.cut(lane, p0)
-        self.next_positions[lane] = p0
 
     def _copy(self, operation: Copy) -> None:
         src, dst, p0, p1 = operation.src, operation.dst, operation.p0, operation.p1
         self._check_lane(src)
         self._check_lane(dst)
-        end, start = self.next_positions[src], self.next_positions[dst]
+        end, start = self._holdings.held(src), self._holdings.held(dst)
         if src == dst or not 0 <= p0 < p1 <= end or start != p0:
             raise InvalidBatchError(
                 f"cannot copy positions [{p0}, {p1}) of lane {src}, which holds [0, {end}), "
@@ -181,7 +182,6 @@ class LaneMemory:
                 f"copying [{p0}, {p1}) of lane {src} left lane {dst} with positions {found}"
             )
         self._holdings.share(src, dst, p1)
-        self.next_positions[dst] = p1
 
     def _compact(self) -> None:
         """Write every living cell back, lowest cells first, each lane's in order.
@@ -191,12 +191,13 @@ class LaneMemory:
         than that. A recurrent lane's state comes along with each of its pieces and is right with
         the last one, which is why a piece is saved from a lane that ends there, if any does.
         """
-        holdings, ends = self._holdings, self.next_positions
+        holdings = self._holdings
         pieces = [part for piece in holdings.pieces() for part in piece.parts(self._max_piece)]
         self._drop(self._grave)
         saved = []
         for piece in pieces:
-            owner = next((lane for lane in piece.lanes if ends[lane] == piece.end), piece.lanes[0])
+            ending = (lane for lane in piece.lanes if holdings.held(lane) == piece.end)
+            owner = next(ending, piece.lanes[0])
             llama_cpp.llama_memory_seq_cp(self._memory, owner, self._grave, piece.start, piece.end)
             saved.append(self._save(self._grave))
             self._drop(self._grave)
@@ -212,7 +213,7 @@ class LaneMemory:
                 )
             self._drop(self._grave)
             self._top += piece.end - piece.start
-        self._holdings, self.next_positions = holdings, ends
+        self._holdings = holdings
         self.num_compactions += 1
         for lane in lost:
             self.forget(lane)
@@ -233,5 +234,5 @@ class LaneMemory:
         llama_cpp.llama_memory_seq_rm(self._memory, lane, -1, -1)
 
     def _check_lane(self, lane: int) -> None:
-        if not 0 <= lane < len(self.next_positions):
-            raise InvalidBatchError(f"lane {lane} is not in [0, {len(self.next_positions)})")
+        if not 0 <= lane < self._num_lanes:
+            raise InvalidBatchError(f"lane {lane} is not in [0, {self._num_lanes})")

@@ -18,7 +18,7 @@ The least recently used residents go first, and only as many as are in the way.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from skippy_mesh.config import StepRules
 from skippy_mesh.messages import Copy, Remove
@@ -48,6 +48,10 @@ class Donor:
     last_used: int = 0
 
 
+Walk = list[tuple[int, dict[Donor, None]]]
+"""Ever more tokens, and the donors that begin with them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """What a sequence could start from: ``num_shared`` tokens of ``donor``, or none, and why.
@@ -75,29 +79,21 @@ class PrefixCounts:
     misses: Counter[str] = field(default_factory=Counter)
     evictions: Counter[str] = field(default_factory=Counter)
 
-    def take(self) -> PrefixCounts:
-        """What was counted; from here on everything counts from 0."""
-        taken = replace(self)
-        fresh = PrefixCounts()
-        for name in self.__slots__:
-            setattr(self, name, getattr(fresh, name))
-        return taken
-
 
 class PrefixCache:
-    """All donors of one epoch. Only this module copies."""
+    """All donors of one epoch. Only this module copies. It adds to ``counts``."""
 
     def __init__(self, ledger: Ledger, rules: StepRules, counts: PrefixCounts):
         self._ledger = ledger
         self._rule = rules.prefix_rule
         self._multiple = rules.chunk_multiple
         self._replays_in_chunks = rules.replays_in_chunks
-        self._counts = counts
+        self.counts = counts
         self._trees: dict[str, PrefixTree[Donor]] = {}
         self._running: dict[int, Donor] = {}
         self._planned: dict[int, list[Donor]] = {}
         self._residents: dict[int, Donor] = {}
-        self._walks: dict[Sequence, list[tuple[int, dict[Donor, None]]]] = {}
+        self._walks: dict[Sequence, Walk] = {}
         self._clock = 0
 
     # -- who may start from what -------------------------------------------------------------------
@@ -140,13 +136,16 @@ class PrefixCache:
             return min(num_ready, num_common)
         return num_ready if num_ready == len(donor.tokens) <= num_common else 0
 
-    def _walk(self, sequence: Sequence) -> list[tuple[int, dict[Donor, None]]]:
+    def _walk(self, sequence: Sequence) -> Walk:
         """What the index says of its tokens, kept while it waits and the index does not change."""
         if sequence not in self._walks:
-            tree = self._trees.get(sequence.request.namespace)
             tokens = sequence.tokens(0, sequence.num_known)
-            self._walks[sequence] = [] if tree is None else list(tree.walk(tokens))
+            self._walks[sequence] = self._look_up(sequence.request.namespace, tokens)
         return self._walks[sequence]
+
+    def _look_up(self, namespace: str, tokens: Tokens) -> Walk:
+        tree = self._trees.get(namespace)
+        return list(tree.walk(tokens)) if tree else []
 
     def _takes_part(self, sequence: Sequence) -> bool:
         """A sequence on trial must not depend on others."""
@@ -205,8 +204,7 @@ class PrefixCache:
         if len(tokens) < MIN_SHARED or not self._ledger.capacity.residents:
             return False
         namespace = sequence.request.namespace
-        tree = self._trees.get(namespace)
-        for num_common, donors in list(tree.walk(tokens)) if tree else ():
+        for num_common, donors in self._look_up(namespace, tokens):
             for donor in [donor for donor in donors if donor.is_resident]:
                 if num_common == len(tokens):
                     self._touch(donor)
@@ -235,8 +233,9 @@ class PrefixCache:
             if lane is None:
                 lacks_id = True
                 break
-            planned = Donor(lane, sequence.request.namespace, prompt[:end], is_planned=True)
-            planned.is_resident = True
+            planned = Donor(
+                lane, sequence.request.namespace, prompt[:end], is_resident=True, is_planned=True
+            )
             self._add_resident(planned)
             self._planned.setdefault(sequence.lane, []).append(planned)
             sequence.boundaries.append(end)
@@ -249,8 +248,7 @@ class PrefixCache:
                 break
 
     def _has_snapshot(self, sequence: Sequence, tokens: Tokens) -> bool:
-        tree = self._trees.get(sequence.request.namespace)
-        for num_common, donors in tree.walk(tokens) if tree else ():
+        for num_common, donors in self._look_up(sequence.request.namespace, tokens):
             for donor in donors:
                 if num_common == len(donor.tokens) == len(tokens):
                     self._touch(donor)
@@ -289,7 +287,7 @@ class PrefixCache:
             self._cut(victim, len(victim.tokens) - num_cut, plan)
         else:
             self._drop(victim, plan)
-        self._counts.evictions[reason] += 1
+        self.counts.evictions[reason] += 1
         return True
 
     def _cut(self, resident: Donor, end: int, plan: Plan) -> None:
@@ -338,9 +336,9 @@ class PrefixCache:
         plan.operations.append(Copy(donor, lane, 0, num_tokens))
 
     def _count(self, sequence: Sequence, match: Match) -> None:
-        self._counts.num_queried_tokens += sequence.num_known
+        self.counts.num_queried_tokens += sequence.num_known
         if match.donor is None:
-            self._counts.misses[match.miss] += 1
+            self.counts.misses[match.miss] += 1
         else:
-            self._counts.num_hits += 1
-            self._counts.num_hit_tokens += match.num_shared
+            self.counts.num_hits += 1
+            self.counts.num_hit_tokens += match.num_shared

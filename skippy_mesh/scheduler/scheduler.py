@@ -169,7 +169,9 @@ class Scheduler:
 
     def take_prefix_counts(self) -> PrefixCounts:
         """Hits, misses and evictions since the last call."""
-        return self._prefix_counts.take()
+        taken = self._prefix_counts
+        self._prefix_counts = self._prefixes.counts = PrefixCounts()
+        return taken
 
     def observe(self, plan: Plan, *, step_s: float, now_s: float) -> None:
         """Let the pacing learn from a committed step that took ``step_s``."""

@@ -327,7 +327,7 @@ def test_a_partial_copy_of_a_recurrent_lane_is_seen(made, probed_cache, monkeypa
     def copy(self, operation):
         native = memory.llama_cpp.llama_memory_seq_cp
         native(self._memory, operation.src, operation.dst, operation.p0, operation.p1)
-        self.next_positions[operation.dst] = operation.p1
+        self._holdings.share(operation.src, operation.dst, operation.p1)
 
     monkeypatch.setattr(memory.LaneMemory, "_copy", copy)
     with local(model, (ODD_CUTS[family],)) as pipeline:

@@ -97,7 +97,7 @@ def test_cells_reused_too_early_are_caught(made, probed_cache, monkeypatch, fami
 
     def forget(self, lane):
         assert llama_cpp.llama_memory_seq_rm(self._memory, lane, -1, -1)
-        self.next_positions[lane] = 0
+        self._holdings.cut(lane, 0)
 
     monkeypatch.setattr(LaneMemory, "forget", forget)
     stage = worker.StageWorker(spec)

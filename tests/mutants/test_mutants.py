@@ -99,8 +99,8 @@ FAULTS = {
     ),
     "one cache for all keys": Fault(
         "skippy_mesh/scheduler/prefix_cache.py",
-        "tree = self._trees.get(sequence.request.namespace)\n            tokens",
-        "tree = next(iter(self._trees.values()), None)\n            tokens",
+        "tree = self._trees.get(namespace)\n",
+        "tree = next(iter(self._trees.values()), None)\n",
         PREFIXES + "test_namespaces_never_share",
     ),
     "skip the post-copy position check": Fault(
