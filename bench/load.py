@@ -143,6 +143,23 @@ async def send(
     )
 
 
+def run_requests(
+    url: str, workload: Workload, *, clients: int, requests: int, limit_s: float, first: int = 0
+) -> Run:
+    """So many requests in a closed loop; what is open after ``limit_s`` is cut."""
+    return asyncio.run(
+        closed_loop(
+            url,
+            workload,
+            num_clients=clients,
+            max_requests=requests,
+            send_s=limit_s,
+            drain_s=0,
+            first_index=first,
+        )
+    )
+
+
 async def closed_loop(
     url: str,
     workload: Workload,

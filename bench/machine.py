@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import os
 import platform
@@ -62,3 +63,15 @@ def model_facts(path: Path) -> dict[str, object]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
+
+
+def document_head(bench: str, model: Path) -> dict[str, object]:
+    """What every document of results begins with."""
+    return {
+        "bench": bench,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **commit(),
+        "machine": machine_facts(),
+        "versions": versions(),
+        "model": model_facts(model),
+    }

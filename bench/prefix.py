@@ -9,9 +9,7 @@ our cold ones, byte for byte.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import datetime
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +17,15 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench.load import Workload, closed_loop
-from bench.machine import commit, machine_facts, model_facts, versions
+from bench.load import Workload, run_requests
+from bench.machine import document_head
 from bench.peers import find_peers
 from bench.records import Run, same_texts
 from bench.servers import Server, llama_server_command, mesh_command, model_path, running
 from bench.steplog import Step, StepLog
 from bench.sweep import check_warm, describe, published, write_json
 from bench.table import HEADER, table_row
-from bench.verdict import Interval, Target, interval, paired_ratios, verdict
+from bench.verdict import Points, Target, interval, paired_ratios, summarise
 
 COLD, WARM, PEER = "cold", "warm", "llama-server"
 NUM_SLOTS = 32
@@ -99,34 +97,20 @@ def started(settings: Settings, arm: str) -> Iterator[tuple[Server, list[str], P
 Start = Callable[[Settings, str], AbstractContextManager[tuple[Server, list[str], Path]]]
 
 
-def load(
-    url: str, workload: Workload, settings: Settings, *, clients: int, requests: int, first: int = 0
-) -> Run:
-    return asyncio.run(
-        closed_loop(
-            url,
-            workload,
-            num_clients=clients,
-            max_requests=requests,
-            send_s=settings.limit_seconds,
-            drain_s=0,
-            first_index=first,
-        )
-    )
-
-
 def measure(
     settings: Settings, arm: str, level: int, round_: int, start: Start
 ) -> tuple[Run, dict[str, object]]:
-    workload = settings.workload(f"{round_}/{level}", arm)
+    workload, limit_s = settings.workload(f"{round_}/{level}", arm), settings.limit_seconds
     with start(settings, arm) as (server, command, log):
         check_warm(server, replace(workload, seed="warm-up", shared_tokens=0))
         if arm != COLD:
-            load(server.url, workload, settings, clients=1, requests=1, first=PRIMER)
+            run_requests(server.url, workload, clients=1, requests=1, limit_s=limit_s, first=PRIMER)
         steps = StepLog(log) if log.exists() else None
         with server.watched() as watch:
             requests = settings.num_requests(level)
-            run = load(server.url, workload, settings, clients=level, requests=requests)
+            run = run_requests(
+                server.url, workload, clients=level, requests=requests, limit_s=limit_s
+            )
         point = describe(run, requests)
         if steps is not None:
             point |= cells_per_session(steps.steps())
@@ -170,7 +154,7 @@ def play_round(
     return {"clients": level, "round": round_, "same_texts": same, **points}
 
 
-def intervals(rounds: Sequence[dict[str, object]]) -> dict[tuple[str, int], dict[str, Interval]]:
+def intervals(rounds: Sequence[dict[str, object]]) -> Points:
     """Warm over each of the others, by clients and metric."""
     found = {}
     for level in dict.fromkeys(int(str(r["clients"])) for r in rounds):
@@ -183,32 +167,13 @@ def intervals(rounds: Sequence[dict[str, object]]) -> dict[tuple[str, int], dict
 
 
 def summary_of(rounds: Sequence[dict[str, object]]) -> dict[str, object]:
-    found = intervals(rounds)
-    judged = [
-        {
-            "target": str(target),
-            "verdict": verdict(target, value := found[key].get(target.metric)),
-            "found": value.as_json() if value else None,
-        }
-        for target in TARGETS
-        if (key := (target.pair, target.clients)) in found
-    ]
-    ratios = {
-        f"{pair} N={clients}": {key: value.as_json() for key, value in each.items()}
-        for (pair, clients), each in found.items()
-    }
-    return {"ratios": ratios, "targets": judged}
+    return summarise(TARGETS, intervals(rounds))
 
 
 def prefix(settings: Settings, out: Path | None) -> None:
     rounds: list[dict[str, object]] = []
     document: dict[str, object] = {
-        "bench": "prefix",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **commit(),
-        "machine": machine_facts(),
-        "versions": versions(),
-        "model": model_facts(model_path(settings.model)),
+        **document_head("prefix", model_path(settings.model)),
         "settings": asdict(settings) | {"num_cells": settings.num_cells},
         "rounds": rounds,
     }

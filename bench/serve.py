@@ -10,17 +10,15 @@ request completed and a sample of them, sent again alone, says the same.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import datetime
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench.load import Workload, closed_loop
-from bench.machine import commit, machine_facts, model_facts, versions
+from bench.load import Workload, run_requests
+from bench.machine import document_head
 from bench.peers import find_peers
 from bench.processes import TICKS_PER_S, read_stat
 from bench.records import Run, same_texts
@@ -37,7 +35,7 @@ from bench.servers import (
 from bench.steplog import StepLog, profile
 from bench.sweep import OURS, check_warm, describe, published, write_json
 from bench.table import HEADER, table_row
-from bench.verdict import Interval, Target, interval, paired_ratios, verdict
+from bench.verdict import Points, Target, interval, judgements, paired_ratios, summarise
 
 NUM_SLOTS = 32
 NUM_CELLS = 8192  # 256 for each slot, and as many lanes of ours
@@ -148,22 +146,6 @@ def weights_by_worker(settings: Settings, pair: Pair) -> dict[str, float]:
         return check_split(arm.server.log_lines(), pair.workers)
 
 
-def load(
-    url: str, workload: Workload, settings: Settings, *, clients: int, requests: int, first: int = 0
-) -> Run:
-    return asyncio.run(
-        closed_loop(
-            url,
-            workload,
-            num_clients=clients,
-            max_requests=requests,
-            send_s=settings.limit_seconds,
-            drain_s=0,
-            first_index=first,
-        )
-    )
-
-
 def texts_alone(url: str, workload: Workload, settings: Settings, run: Run) -> dict[str, int]:
     """How many of a sample say the same alone. The sample is from where the first clients end and
     send again, so that it has both those that began together and those that joined."""
@@ -171,7 +153,9 @@ def texts_alone(url: str, workload: Workload, settings: Settings, run: Run) -> d
     num_clients = max(1, num_sent // settings.requests_per_client)
     num_alone = min(NUM_ALONE, num_sent)
     first = max(0, min(num_clients - num_alone // 2, num_sent - num_alone))
-    alone = load(url, workload, settings, clients=1, requests=num_alone, first=first)
+    alone = run_requests(
+        url, workload, clients=1, requests=num_alone, limit_s=settings.limit_seconds, first=first
+    )
     return {**same_texts(run, alone), "asked": num_alone}
 
 
@@ -195,7 +179,9 @@ def measure(
     requests = settings.num_requests(level)
     with server.watched() as watch:
         ticks = worker_ticks(server)
-        run = load(server.url, workload, settings, clients=level, requests=requests)
+        run = run_requests(
+            server.url, workload, clients=level, requests=requests, limit_s=settings.limit_seconds
+        )
         spent = [after - before for before, after in zip(ticks, worker_ticks(server), strict=True)]
     point = describe(run, requests)
     alone, duration = None, point.get("duration")
@@ -259,9 +245,9 @@ def busy_share(point: Mapping[str, object]) -> float | None:
     return min(shares) if shares else None
 
 
-def intervals(rounds: Sequence[dict[str, object]]) -> dict[tuple[str, int], dict[str, Interval]]:
+def intervals(rounds: Sequence[dict[str, object]]) -> Points:
     """By pair and clients, each metric over the rounds that have a number."""
-    found: dict[tuple[str, int], dict[str, Interval]] = {}
+    found: Points = {}
     for name, level in dict.fromkeys((str(r["pair"]), int(str(r["clients"]))) for r in rounds):
         mine = [r for r in rounds if (r["pair"], r["clients"]) == (name, level)]
         ours, theirs = ([r[side] for r in mine] for side in ("ours", "theirs"))
@@ -272,28 +258,10 @@ def intervals(rounds: Sequence[dict[str, object]]) -> dict[tuple[str, int], dict
     return found
 
 
-def judgements(found: Mapping[tuple[str, int], dict[str, Interval]]) -> list[dict[str, object]]:
-    """Every target whose point was measured."""
-    return [
-        {
-            "target": str(target),
-            "verdict": verdict(target, value := found[key].get(target.metric)),
-            "found": value.as_json() if value else None,
-        }
-        for target in TARGETS
-        if (key := (target.pair, target.clients)) in found
-    ]
-
-
 def serve(settings: Settings, out: Path | None) -> None:
     rounds: list[dict[str, object]] = []
     document: dict[str, object] = {
-        "bench": "serve",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **commit(),
-        "machine": machine_facts(),
-        "versions": versions(),
-        "model": model_facts(model_path(settings.model)),
+        **document_head("serve", model_path(settings.model)),
         "settings": asdict(settings),
         "weights_mib": {
             name: weights_by_worker(settings, PAIRS[name])
@@ -310,14 +278,7 @@ def serve(settings: Settings, out: Path | None) -> None:
         for name in settings.pairs:
             for level in settings.levels:
                 rounds.append(play_round(settings, name, level, round_))
-                found = intervals(rounds)
-                summary = {
-                    "ratios": {
-                        f"{pair} N={clients}": {key: value.as_json() for key, value in each.items()}
-                        for (pair, clients), each in found.items()
-                    },
-                    "targets": judgements(found),
-                }
+                summary = summarise(TARGETS, intervals(rounds))
                 if out:
                     write_json(out, document | summary)
     print_summary(intervals(rounds))
@@ -329,13 +290,13 @@ def serve(settings: Settings, out: Path | None) -> None:
 METRICS = ("throughput", "p99_e2e", "p50_e2e", "p50_ttft", "p50_tpot", "busy_share")
 
 
-def print_summary(found: Mapping[tuple[str, int], dict[str, Interval]]) -> None:
+def print_summary(found: Points) -> None:
     print("\nours over theirs, median of the rounds (interval)")
     print(f"{'pair':>5} {'N':>3}" + "".join(f"{name:>18}" for name in METRICS))
     for (pair, clients), each in found.items():
         cells = "".join(f"{each.get(name) or '-'!s:>18}" for name in METRICS)
         print(f"{pair:>5} {clients:>3}{cells}")
-    for entry in judgements(found):
+    for entry in judgements(TARGETS, found):
         print(f"{entry['verdict']:>10}: {entry['target']}")
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.load import Workload, closed_loop
-from bench.machine import commit, machine_facts, model_facts, versions
+from bench.machine import document_head
 from bench.peers import find_peers
 from bench.records import Run, same_texts, summarise
 from bench.servers import Server, llama_server_command, mesh_command, model_path, running
@@ -151,12 +151,7 @@ def sweep(settings: Settings, out: Path) -> None:
     arms = [OURS, *([settings.peer] if settings.peer else [])]
     points: list[dict[str, object]] = []
     document: dict[str, object] = {
-        "bench": "sweep",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **commit(),
-        "machine": machine_facts(),
-        "versions": versions(),
-        "model": model_facts(model_path(settings.model)),
+        **document_head("sweep", model_path(settings.model)),
         "settings": asdict(settings),
         "points": points,
     }

@@ -41,6 +41,10 @@ class Interval:
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
+Points = dict[tuple[str, int], dict[str, Interval]]
+"""By pair and clients, each metric."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """``metric`` of ``pair`` at ``clients``: at least ``bound``, or at most."""
@@ -96,3 +100,25 @@ def verdict(target: Target, found: Interval | None) -> Verdict:
     if low >= sign * target.bound:
         return "met"
     return "missed" if high < sign * target.bound else "undecided"
+
+
+def judgements(targets: Sequence[Target], found: Points) -> list[dict[str, object]]:
+    """Every target whose point was measured."""
+    return [
+        {
+            "target": str(target),
+            "verdict": verdict(target, value := found[key].get(target.metric)),
+            "found": value.as_json() if value else None,
+        }
+        for target in targets
+        if (key := (target.pair, target.clients)) in found
+    ]
+
+
+def summarise(targets: Sequence[Target], found: Points) -> dict[str, object]:
+    """The ratios of a document, and what they say of its targets."""
+    ratios = {
+        f"{pair} N={clients}": {key: value.as_json() for key, value in each.items()}
+        for (pair, clients), each in found.items()
+    }
+    return {"ratios": ratios, "targets": judgements(targets, found)}

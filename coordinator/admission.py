@@ -7,14 +7,12 @@ scheduler's queue, who may not is told when to come back.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from skippy_mesh.places import AdmissionLimits, Refusal, RefusalCode
+from skippy_mesh.places import AdmissionLimits, Refusal, RefusalCode, retry_after_s
 
-MAX_RETRY_AFTER_S = 60
 _NUM_ENDS = 32
 
 
@@ -146,8 +144,7 @@ class Admission:
         wait_s = self._rate.seconds_for(max(self._num_waiting, 1))
         if wait_s is None:  # nobody has ended yet: one takes at least as long as the oldest has
             wait_s = self._now_s - next(iter(self._places.values())).taken_s
-        retry_after_s = min(max(math.ceil(wait_s), 1), MAX_RETRY_AFTER_S)
+        told_s = retry_after_s(wait_s)
         return Refusal(
-            code=code, message=f"{message}; try again in {retry_after_s} s",
-            retry_after_s=retry_after_s,
-        )  # fmt: skip
+            code=code, message=f"{message}; try again in {told_s} s", retry_after_s=told_s
+        )

@@ -340,14 +340,13 @@ def _reserve(specs: Sequence[StageSpec], *, mesh_name: str, spread: bool) -> Pla
         if group.wait(max(deadline_s - time.monotonic(), 0)):
             return group
         why = why_unplaced(bundles, _free_resources(), spread=spread)
+        raise RuntimeUnavailableError(
+            f"after {_PLACEMENT_TIMEOUT_S:.0f} s there is {why}; add nodes, or lower --stages or "
+            f"--threads"
+        )
     except BaseException:
         _remove(group)
         raise
-    _remove(group)
-    raise RuntimeUnavailableError(
-        f"after {_PLACEMENT_TIMEOUT_S:.0f} s there is {why}; add nodes, or lower --stages or "
-        f"--threads"
-    )
 
 
 def _remove(group: PlacementGroup) -> None:

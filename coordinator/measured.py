@@ -1,4 +1,4 @@
-"""From what loaded stages say of themselves to what the engine over them may do. Pure."""
+"""From what loaded stages say of themselves to what the engine over them may do."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from skippy_mesh.errors import SkippyError, StageLostError
+from skippy_mesh.health import STUCK_S
 from skippy_mesh.messages import Request, StageLoss, StepReport, TokenEvent
 
 logger = logging.getLogger(__name__)
 
-STALL_S = 120.0
 MAX_LOSSES_ALONE = 2
 """An engine that dies so often while a request runs alone, without a token, dies of it."""
 END_S = 15.0  # an engine that hangs must not keep its server from ending
@@ -170,7 +170,7 @@ class EngineClient:
         """Why no request can succeed: the engine is lost, or has work and does not get on. None
         while all is well, and when it was closed."""
         silent_s = self._clock() - self._progress_s
-        if self._end is None and self._receivers and silent_s > STALL_S:
+        if self._end is None and self._receivers and silent_s > STUCK_S:
             return f"no step has ended for {silent_s:.0f} s, with {self.num_open} requests open"
         return self._lost
 

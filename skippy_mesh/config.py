@@ -12,6 +12,7 @@ from typing import Literal
 from skippy_mesh.errors import UsageError
 from skippy_mesh.messages import MAX_LANES
 
+PrefixRule = Literal["any", "boundary", "none"]
 MAX_THREADS = 512  # GGML_MAX_N_THREADS; more is a native assert
 EXACT_KV_TYPES = ("q8_0", "bf16")
 NUM_SPARE_LANES = 4  # a context keeps one for freed cells, up to three for rows that pad
@@ -141,7 +142,7 @@ class StepRules:
     is_homogeneous: bool = False
     chunk_multiple: int = 1
     replays_in_chunks: bool = True
-    prefix_rule: Literal["any", "boundary", "none"] = "any"
+    prefix_rule: PrefixRule = "any"
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk_multiple <= self.max_rows:

@@ -7,12 +7,14 @@ restarted, and knows nothing, can be told.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from skippy_mesh.errors import UsageError
 
+MAX_RETRY_AFTER_S = 60
 RefusalCode = Literal["queue_full", "queue_tokens_full", "queue_timeout"]
 
 
@@ -40,6 +42,11 @@ class AdmissionLimits:
     @property
     def max_open(self) -> int:
         return self.ceiling + self.max_queue
+
+
+def retry_after_s(wait_s: float) -> int:
+    """What a client is told that would wait so long: whole seconds, from 1 to 60."""
+    return min(max(math.ceil(wait_s), 1), MAX_RETRY_AFTER_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from skippy_mesh.errors import RequestError
 
 MAX_LOGPROBS = 20
+GrammarKind = Literal["gbnf", "json_schema", "tool_calls"]
+"""What a grammar may be given as."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

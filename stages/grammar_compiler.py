@@ -14,9 +14,9 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from typing import Literal
 
 from skippy_mesh.errors import RequestError, RuntimeUnavailableError
+from skippy_mesh.sampling import GrammarKind
 from stages.grammar import MAX_GRAMMAR_BYTES
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 2.0
 _START_TIMEOUT_S = 120.0
 _MAX_KNOWN = 256
-GrammarKind = Literal["gbnf", "json_schema", "tool_calls"]
 
 
 class GrammarCompiler:

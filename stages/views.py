@@ -21,9 +21,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from skippy_mesh.config import ContextConfig, StageSpec, StepRules
+from skippy_mesh.config import ContextConfig, PrefixRule, StageSpec, StepRules
 from skippy_mesh.errors import UsageError
 from skippy_mesh.families import Family, check_slice
 from stages.context import StageContext
@@ -199,7 +198,7 @@ def new_context(
     )
 
 
-def _prefix_rule(family: Family) -> Literal["any", "boundary", "none"]:
+def _prefix_rule(family: Family) -> PrefixRule:
     """Windows are kept whole (context.py), so their prefixes are like any other's. Of an unproven
     architecture nobody knows what a copy copies."""
     if not family.is_proven:

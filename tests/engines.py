@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from skippy_mesh.config import StepRules
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.gateway.places import Places
 from skippy_mesh.gateway.refusals import Bounds
-from skippy_mesh.messages import Request, StepReport
+from skippy_mesh.messages import Request, StepReport, TokenEvent
 from skippy_mesh.places import AdmissionLimits
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakePipeline
@@ -79,3 +80,23 @@ class RunningEngine:
     def _run(self) -> None:
         self._engine.run()
         self._reports.close()
+
+
+def submit(client: EngineClient, asked: Request) -> queue.SimpleQueue[TokenEvent]:
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    client.submit(asked, events.put)
+    return events
+
+
+def until_end(
+    events: queue.SimpleQueue[TokenEvent], *, within_s: float
+) -> tuple[list[int], TokenEvent]:
+    """Tokens, and the last event, behind which nothing comes."""
+    tokens = []
+    while True:
+        event = events.get(timeout=within_s)
+        if event.token_id is not None:
+            tokens.append(event.token_id)
+        if event.finish_reason is not None:
+            assert events.empty()
+            return tokens, event

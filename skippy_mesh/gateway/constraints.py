@@ -16,10 +16,10 @@ from pydantic import Field
 
 from skippy_mesh.errors import RequestError
 from skippy_mesh.gateway.body import Body
+from skippy_mesh.sampling import GrammarKind
 
 _GENERIC_OBJECT = '{"type":"object"}'
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-GrammarKind = Literal["gbnf", "json_schema", "tool_calls"]
 
 
 class GrammarCompiler(Protocol):

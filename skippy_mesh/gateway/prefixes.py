@@ -11,14 +11,14 @@ import hmac
 import re
 import secrets
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from skippy_mesh.config import PrefixRule
 from skippy_mesh.gateway.body import Body
 
-PrefixRule = Literal["any", "boundary", "none"]
 _KINDS = {"any": "seq_cp", "boundary": "state", "none": "none"}
 _SECRET_BYTES = 32
 _SALT = re.compile(r"[^@/\\\0]{1,128}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +10,8 @@ from skippy_mesh.errors import CoordinatorLostError, RequestError
 from skippy_mesh.gateway.errors import ApiError, refused, unavailable
 from skippy_mesh.gateway.places import PlaceRefusedError
 from skippy_mesh.messages import Request
+from skippy_mesh.places import retry_after_s
 from skippy_mesh.telemetry import Bound
-
-MAX_RETRY_AFTER_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class Bounds:
         return refused(
             "queue_timeout",
             f"it waited {limit_s:g} s, the limit of this server, and did not come to run",
-            retry_after_s=min(max(math.ceil(limit_s), 1), MAX_RETRY_AFTER_S),
+            retry_after_s=retry_after_s(limit_s),
             limit_by=_limit_by(self.ceiling),
         )
 

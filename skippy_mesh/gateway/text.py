@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skippy_mesh.gateway.chat import Tokenizer
+from skippy_mesh.gateway.held import num_held
 from skippy_mesh.gateway.replies import Delta, Score, Spent
 from skippy_mesh.gateway.tool_parser import CallDelta, ToolParser
 from skippy_mesh.messages import TokenEvent
@@ -33,7 +34,7 @@ class StopMatcher:
         if found:
             place, self.matched = min(found, key=lambda match: (match[0], -len(match[1])))
             return text[: place + len(self.matched) * self._keeps_stop]
-        num_shown = len(text) - self._num_held(text)
+        num_shown = len(text) - num_held(text, self._stops)
         self._held = text[num_shown:]
         return text[:num_shown]
 
@@ -41,14 +42,6 @@ class StopMatcher:
         """The text still held when the request ends without a match."""
         held, self._held = self._held, ""
         return held
-
-    def _num_held(self, text: str) -> int:
-        longest = max(map(len, self._stops), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            end = text[-size:]
-            if any(stop.startswith(end) and len(stop) > size for stop in self._stops):
-                return size
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from skippy_mesh.gateway.held import num_held
+
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
@@ -277,7 +279,7 @@ class ToolParser:
         if found:
             self._begin(rest)
             return self._visible(text, before_call=True)
-        size = 0 if final else self._num_held(self._buffer)
+        size = 0 if final else num_held(self._buffer, self._markers)
         text, self._buffer = text[: len(text) - size], text[len(text) - size :]
         return self._visible(text, final=final)
 
@@ -285,7 +287,11 @@ class ToolParser:
         rest = self._buffer.lstrip()
         if self.num_calls and self._may_begin:
             rest = rest.removeprefix(self._syntax.between.strip()).lstrip()
-        if self._may_begin and not final and (not rest or self._num_held(rest) == len(rest)):
+        if (
+            self._may_begin
+            and not final
+            and (not rest or num_held(rest, self._markers) == len(rest))
+        ):
             return ""
         if self._may_begin and rest.startswith("{"):
             self._dropped_space = self._buffer[: len(self._buffer) - len(rest)]
@@ -307,10 +313,3 @@ class ToolParser:
         if before_call:
             self._dropped_space, self._space = self._space, ""
         return text if final and not self.num_calls else body
-
-    def _num_held(self, text: str) -> int:
-        longest = max(map(len, self._markers), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(marker.startswith(text[-size:]) for marker in self._markers):
-                return size
-        return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import queue
 import signal
 import time
 
@@ -18,6 +17,8 @@ from skippy_mesh.client import EngineClient
 from skippy_mesh.config import ContextConfig, EngineSettings, specs_of
 from skippy_mesh.errors import SkippyError, UsageError
 from skippy_mesh.messages import Request, SamplingParams
+from tests import engines
+from tests.engines import submit
 
 CONTEXT = ContextConfig(num_cells=2048, num_lanes=8, num_threads=1)
 ENDS_WITHIN_S = 60  # a second or two in truth
@@ -47,21 +48,8 @@ def request(number, max_tokens=24):
     )
 
 
-def submit(client, asked):
-    events = queue.SimpleQueue()
-    client.submit(asked, events.put)
-    return events
-
-
 def until_end(events):
-    """Tokens, and the last event."""
-    tokens = []
-    while True:
-        event = events.get(timeout=ENDS_WITHIN_S)
-        if event.token_id is not None:
-            tokens.append(event.token_id)
-        if event.finish_reason is not None:
-            return tokens, event
+    return engines.until_end(events, within_s=ENDS_WITHIN_S)
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,11 @@ from bench.serve import (
     Arm,
     Settings,
     intervals,
-    judgements,
     play_round,
 )
 from bench.servers import Server, check_split
 from bench.steplog import StepLog, profile, read_step
-from bench.verdict import Interval, Target, interval, paired_ratios, verdict
+from bench.verdict import Interval, Target, interval, judgements, paired_ratios, verdict
 from skippy_mesh.errors import RuntimeUnavailableError
 from tests.unit.test_bench_load import Answer, Script, fake_server, refused, whole
 
@@ -186,7 +185,7 @@ def test_only_what_was_measured_is_judged_and_a_stage_s_idleness_counts() -> Non
     rounds: list[dict[str, object]] = [
         {"pair": "two", "clients": 32, "ours": point, "theirs": {}} for point in points
     ]
-    verdicts = {str(j["target"]): j["verdict"] for j in judgements(intervals(rounds))}
+    verdicts = {str(j["target"]): j["verdict"] for j in judgements(TARGETS, intervals(rounds))}
     assert verdicts == {
         "two, N=32: throughput >= 1.65": "no number",
         "two, N=32: busy_share >= 0.9": "missed",

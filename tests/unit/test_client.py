@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from skippy_mesh.client import STALL_S, EngineClient, ReportQueue
+from skippy_mesh.client import EngineClient, ReportQueue
 from skippy_mesh.config import StepRules
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.errors import RequestError, SkippyError, StageLostError
+from skippy_mesh.health import STUCK_S
 from skippy_mesh.messages import StepReport, TokenEvent
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakePipeline
@@ -156,7 +157,7 @@ def test_an_engine_that_stands_still_with_work_open_is_a_problem_and_an_idle_one
     first.start()
     while client.num_open == 0:
         pass
-    now_s[0] = 1000.0 + STALL_S
+    now_s[0] = 1000.0 + STUCK_S
     assert client.problem() is None
     now_s[0] += 1
     assert client.problem() == "no step has ended for 121 s, with 1 requests open"

@@ -6,7 +6,6 @@ Without these a client sees a token twice, misses one, or waits for an answer no
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 from collections import deque
@@ -23,6 +22,8 @@ from skippy_mesh.errors import SkippyError, StageLostError
 from skippy_mesh.messages import SamplingParams, StageLoss
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakePipeline
+from tests import engines
+from tests.engines import submit
 from tests.scheduling import answer_alone, request
 
 ENDS_WITHIN_S = 20
@@ -105,21 +106,8 @@ def client_of(head, **options):
         client.close()
 
 
-def submit(client, asked):
-    events = queue.SimpleQueue()
-    client.submit(asked, events.put)
-    return events
-
-
 def until_end(events):
-    tokens = []
-    while True:
-        event = events.get(timeout=ENDS_WITHIN_S)
-        if event.token_id is not None:
-            tokens.append(event.token_id)
-        if event.finish_reason is not None:
-            assert events.empty()
-            return tokens, event
+    return engines.until_end(events, within_s=ENDS_WITHIN_S)
 
 
 def until(is_so):
