@@ -18,7 +18,8 @@ from typing import Protocol
 
 from skippy_mesh.errors import SkippyError, StageLostError
 from skippy_mesh.health import STUCK_S
-from skippy_mesh.messages import Request, StageLoss, StepReport, TokenEvent
+from skippy_mesh.messages import FinishReason, Request, StageLoss, StepReport, TokenEvent
+from skippy_mesh.times import RequestTimes
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,17 @@ class ReportQueue:
 
 
 class _Receiver:
-    def __init__(self, request: Request, sink: Sink, on_start: Callable[[], object] | None):
+    def __init__(
+        self,
+        request: Request,
+        sink: Sink,
+        on_start: Callable[[], object] | None,
+        times: RequestTimes,
+    ):
         self.sink = sink
-        self.is_aborted = self.has_started = False
+        self.times = times
+        self.end_reason: FinishReason | None = None  # why it was aborted
+        self.has_started = False
         self.num_losses_alone = 0
         self._request = request
         self._outputs: list[int] = []
@@ -82,25 +91,26 @@ class _Receiver:
     def end(self, engine_problem: str) -> TokenEvent | None:
         """Its last event, if it must not run again on the engine that comes."""
         request_id = self._request.request_id
-        if self.is_aborted:
+        if self.end_reason is not None:
             return TokenEvent(request_id=request_id, finish_reason="abort")
         if self.num_losses_alone >= MAX_LOSSES_ALONE:
             error = f"{engine_problem}, each time this request ran alone"
             return TokenEvent(request_id=request_id, finish_reason="error", error=error)
         return None
 
-    def start(self) -> None:
+    def start(self, now_s: float) -> None:
         self.has_started = True
+        self.times.start(now_s)
         on_start, self._on_start = self._on_start, None
         if on_start is not None:
             on_start()
 
-    def take(self, event: TokenEvent) -> None:
+    def take(self, event: TokenEvent, now_s: float) -> None:
         if event.token_id is not None:
             self._outputs.append(event.token_id)
             self.num_losses_alone = 0
-        if event.token_id is not None or event.finish_reason not in ("abort", "error"):
-            self.start()  # who ends without having run was not served
+            self.start(now_s)  # who ends without having run was not served
+            self.times.token(now_s)
         self.sink(event)
 
 
@@ -130,6 +140,7 @@ class EngineClient:
         self._lost: str | None = None
         self._clock = clock
         self._progress_s = clock()
+        self._last_token_s: float | None = None
         self._thread = threading.Thread(target=self._read, name="reports", daemon=True)
         self._thread.start()
 
@@ -139,40 +150,50 @@ class EngineClient:
 
     def submit(
         self, request: Request, sink: Sink, *, on_start: Callable[[], object] | None = None
-    ) -> None:
+    ) -> RequestTimes:
         """Run ``request``. ``sink`` gets its events, and ``on_start`` is called when it leaves the
-        queue, with its first token at the latest; neither may block."""
+        queue, with its first token at the latest; neither may block. The times go on running."""
         request.check_fits(self.max_model_len)
         with self._lock:
             if self._end is not None:
                 raise SkippyError(self._end)
             if request.request_id in self._receivers:
                 raise SkippyError(f"request id {request.request_id} is already open")
+            times = RequestTimes(self._clock())
             if not self._receivers:
-                self._progress_s = self._clock()
+                self._progress_s = times.submitted_s
             # Under the lock, or an abort could reach the engine first and be forgotten.
             if self._is_connected:
                 self._channel.submit(request)
-            self._receivers[request.request_id] = _Receiver(request, sink, on_start)
+            self._receivers[request.request_id] = _Receiver(request, sink, on_start, times)
+        return times
 
-    def abort(self, request_id: str) -> bool:
-        """End a request within one step; False if it is not open."""
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
+        """End a request within one step, with ``reason``; False if it is not open."""
         with self._lock:
             receiver = self._receivers.get(request_id)
             if receiver is None:
                 return False
-            receiver.is_aborted = True
+            receiver.end_reason = receiver.end_reason or reason
             if self._is_connected:
                 self._channel.abort(request_id)
         return True
 
+    @property
+    def last_token_age_s(self) -> float | None:
+        """How long ago a token came through all stages; None if none has."""
+        return None if self._last_token_s is None else self._clock() - self._last_token_s
+
     def problem(self) -> str | None:
-        """Why no request can succeed: the engine is lost, or has work and does not get on. None
-        while all is well, and when it was closed."""
+        """Why no request can succeed any more: the engine is lost. None when it was closed."""
+        return self._lost
+
+    def stalled(self) -> str | None:
+        """How the engine, which has work, does not get on; None while it does."""
         silent_s = self._clock() - self._progress_s
         if self._end is None and self._receivers and silent_s > STUCK_S:
             return f"no step has ended for {silent_s:.0f} s, with {self.num_open} requests open"
-        return self._lost
+        return None
 
     def generate(self, request: Request) -> Iterator[TokenEvent]:
         """The events of one request; leaving early aborts it."""
@@ -245,7 +266,9 @@ class EngineClient:
             fresh = [name for name in left if not self._receivers[name].has_started]
             for name in (*self._suspects, *fresh):
                 self._channel.submit(self._receivers[name].request)
-                if self._receivers[name].is_aborted:  # before the first engine was there
+                if (
+                    self._receivers[name].end_reason is not None
+                ):  # before the first engine was there
                     self._channel.abort(name)
             self._is_connected = True
             self._progress_s = self._clock()
@@ -256,6 +279,8 @@ class EngineClient:
             self._deliver(StepReport(events, loss=StageLoss(loss.stage, len(self._suspects))))
 
     def _deliver(self, report: StepReport) -> None:
+        now_s = self._clock()
+        report = self._with_reasons(report)
         if self._on_report is not None:
             try:
                 self._on_report(report)
@@ -265,11 +290,27 @@ class EngineClient:
             with self._lock:
                 receiver = self._receivers.get(request_id)
             if receiver is not None:
-                receiver.start()
+                receiver.start(now_s)
         for event in report.events:
-            self._pass_on(event)
+            if event.token_id is not None:
+                self._last_token_s = now_s
+            self._pass_on(event, now_s)
 
-    def _pass_on(self, event: TokenEvent) -> None:
+    def _with_reasons(self, report: StepReport) -> StepReport:
+        """``report`` with the reasons that the engine, told to abort, was not told."""
+        ends = {event.request_id for event in report.events if event.finish_reason == "abort"}
+        if not ends:
+            return report
+        with self._lock:
+            found = {name: self._receivers[name].end_reason for name in ends & set(self._receivers)}
+        events = (
+            replace(event, finish_reason=found.get(event.request_id) or "abort")
+            if event.request_id in ends and event.finish_reason == "abort" else event
+            for event in report.events
+        )  # fmt: skip
+        return replace(report, events=tuple(events))
+
+    def _pass_on(self, event: TokenEvent, now_s: float) -> None:
         with self._lock:
             receiver = self._receivers.get(event.request_id)
             if event.finish_reason is not None:
@@ -279,6 +320,6 @@ class EngineClient:
         if receiver is None:
             return
         try:
-            receiver.take(event)
+            receiver.take(event, now_s)
         except Exception:
             logger.exception("the receiver of request %s failed", event.request_id)

@@ -18,7 +18,7 @@ from skippy_mesh.sampling import TokenLogprobs as TokenLogprobs
 MAX_LANES = 256
 """LLAMA_MAX_SEQ: sequence ids one llama.cpp context can tell apart."""
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error", "timeout"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,8 @@ class TokenEvent:
     The last event of a request carries ``finish_reason``; ``error`` is set only with reason
     ``error``, and ``is_unavailable`` when it is not this request's: a stage was given up.
     ``token_id`` is None when the request ended without a new token; ``logprobs`` come with it where
-    the request asked for them. ``num_cached`` tokens of its prompt did not have to be computed.
+    the request asked for them. ``num_cached`` tokens of its prompt did not have to be computed;
+    it was preempted ``num_preemptions`` times, and ``num_recomputed`` rows were computed again.
     """
 
     request_id: str
@@ -91,6 +92,8 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     error: str | None = None
     num_cached: int = 0
+    num_preemptions: int = 0
+    num_recomputed: int = 0
     is_unavailable: bool = False
 
 

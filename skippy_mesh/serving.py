@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippy_mesh import __version__
+from skippy_mesh.api_flags import add_api_flags, keys_of, limits_of, names_of, rules_of
 from skippy_mesh.places import AdmissionLimits
 from skippy_mesh.planning import add_cache_flag, layout_of, planned
 from skippy_mesh.starting import open_mesh, ready_text, settings_of
@@ -26,12 +28,15 @@ if TYPE_CHECKING:
     from stages.gguf_file import ModelFile
 
 _UNSHOWN = ("run", "command", "debug")
+_OPEN = (
+    "skippy-mesh: warning: {host} is not this machine alone and no key is needed: "
+    "whoever reaches it may ask (--api-key, or --host 127.0.0.1)"
+)
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
-    parser.add_argument("--api-key", default="", metavar="K[,K2]", help="require one of these keys")
     parser.add_argument(
         "--engine", choices=("auto", "mesh", "baseline"), default="auto",
         help="auto: mesh, as no class of models has failed its gate; baseline: one at a time",
@@ -62,6 +67,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="requests that run at once, instead of what pacing finds",
     )  # fmt: skip
     add_cache_flag(parser)
+    add_api_flags(parser)
     parser.add_argument("--step-log", metavar="FILE", help="write a JSON line for every step")
 
 
@@ -78,10 +84,6 @@ def _add_queue_flags(parser: argparse.ArgumentParser) -> None:
         "--queue-timeout-s", type=float, default=0.0, metavar="S",
         help="refuse who waits longer, and who would (0: off)",
     )  # fmt: skip
-    parser.add_argument(
-        "--request-timeout-s", type=float, default=0.0, metavar="S",
-        help="end a request that takes longer in all (0: off)",
-    )  # fmt: skip
 
 
 def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
@@ -89,6 +91,7 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
     from skippy_mesh.gateway.server import listen, serve
 
     settings_of(args)
+    rules_of(args, model)
     _admission(args, ceiling=1, num_cells=1)
     engine = "baseline" if args.engine == "baseline" else "mesh"
     lanes = 1 if engine == "baseline" else args.parallel
@@ -96,6 +99,8 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
         plan = stack.enter_context(planned(args, model, lanes=lanes))
         sock = stack.enter_context(closing(listen(args.host, args.port)))
         spec = _gateway_spec(args, model, plan, port=sock.getsockname()[1], engine=engine)
+        if spec.is_open:
+            print(_OPEN.format(host=args.host), file=sys.stderr)
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
         mesh = stack.enter_context(open_mesh(args, model, plan, engine=engine))
         limits = _admission(
@@ -146,7 +151,6 @@ def _gateway_spec(
 ) -> GatewaySpec:
     """What can be known before anything is loaded; an unwritable log is found here."""
     from skippy_mesh.gateway.server import GatewaySpec
-    from skippy_mesh.gateway.streaming import Limits
     from skippy_mesh.step_log import StepLog
 
     if args.step_log is not None:
@@ -155,11 +159,10 @@ def _gateway_spec(
         host=args.host,
         port=port,
         model_path=str(model.paths[0].resolve()),
-        model_name="demo" if args.model == "demo" else model.paths[0].stem,
-        api_keys=tuple(key for key in args.api_key.split(",") if key),
-        limits=Limits(
-            queue_timeout_s=args.queue_timeout_s, request_timeout_s=args.request_timeout_s
-        ),
+        model_name=names_of(args, model)[0],
+        api_keys=keys_of(args),
+        limits=limits_of(args),
+        rules=rules_of(args, model),
         step_log=None if args.step_log is None else str(Path(args.step_log).resolve()),
         counts_steps=engine != "baseline",
         build={
@@ -183,5 +186,7 @@ def _shown(args: argparse.Namespace) -> dict[str, object]:
     if args.memory_fraction is not None:
         shown["memory_fraction"] = float(args.memory_fraction)
     shown["api_key"] = "***" if args.api_key else ""
-    shown["step_log"] = None if args.step_log is None else Path(args.step_log).name
+    for name in ("step_log", "api_key_file"):
+        if shown[name] is not None:
+            shown[name] = Path(str(shown[name])).name
     return shown

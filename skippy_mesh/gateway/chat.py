@@ -76,31 +76,70 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        continues_last: bool = False,
         add_special: bool = True,
         variables: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """Token ids of the conversation. ``variables`` are the client's, for the template.
+        """Token ids of the conversation. ``variables`` are the client's, for the template. With
+        ``continues_last`` the text of the last message is left open.
 
         :class:`RequestError` ``template_error`` if the model has no template or it refuses.
         """
+        pieces = self._pieces(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continues_last=continues_last,
+            variables=variables or {},
+        )
+        ids = [
+            token
+            for piece, is_own in pieces
+            for token in self._tokenizer.encode(piece, add_special=False, parse_special=is_own)
+        ]
+        return with_one_bos(self._tokenizer, ids) if add_special else ids
+
+    def text(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        continues_last: bool = False,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The conversation as the model would read it."""
+        pieces = self._pieces(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continues_last=continues_last,
+            variables=variables or {},
+        )
+        return "".join(piece for piece, _ in pieces)
+
+    def _pieces(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool,
+        continues_last: bool,
+        variables: Mapping[str, object],
+    ) -> Iterable[tuple[str, bool]]:
+        """The rendered text, and of each piece whether it is the template's own."""
         marks = _Marks(self._special, self._unused_char(messages, variables))
+        hidden = marks.hide(messages)
         text = self._render(
             {
                 "tools": None,
                 "documents": None,
-                **{name: marks.hide(value) for name, value in (variables or {}).items()},
-                "messages": marks.hide(messages),
+                **{name: marks.hide(value) for name, value in variables.items()},
+                "messages": hidden,
                 "add_generation_prompt": add_generation_prompt,
                 "bos_token": self._tokenizer.bos_text,
                 "eos_token": self._tokenizer.eos_text,
             }
         )
-        ids = [
-            token
-            for piece, is_own in marks.split(text)
-            for token in self._tokenizer.encode(piece, add_special=False, parse_special=is_own)
-        ]
-        return with_one_bos(self._tokenizer, ids) if add_special else ids
+        if continues_last:
+            text = _up_to_last(text, str(hidden[-1].get("content") or ""))
+        return marks.split(text)
 
     def _render(self, variables: Mapping[str, object]) -> str:
         try:
@@ -143,6 +182,17 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: self._now().strftime(form)
         return environment.from_string(self._tokenizer.chat_template)
+
+
+def _up_to_last(text: str, content: str) -> str:
+    """``text`` up to the end of ``content``, the last message's, which the template may strip."""
+    found = text.rfind(content.strip())
+    if not content.strip() or found < 0:
+        raise _template_error("the last message has no text that could be continued")
+    kept = content.lstrip()
+    if not text.startswith(kept, found):
+        kept = content.strip()
+    return text[: found + len(kept)]
 
 
 class _Marks:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skippy_mesh import __version__
+from skippy_mesh.gateway.spent import Spent, metrics, timings
 from skippy_mesh.gateway.tool_parser import CallDelta
+from skippy_mesh.times import RequestTimes
 
 _NEVER = -9999.0
 
@@ -38,20 +40,12 @@ class Delta:
     stop_reason: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Tokens that were sampled for a choice, and those of its prompt that were not computed."""
-
-    num_output: int
-    num_cached: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """One reply in the dialect of its endpoint, whole or in chunks.
 
-    ``prefix_kind`` says how cached tokens were come by. ``prompt_ids`` is given only where the
-    client asked for token ids.
+    ``prefix_kind`` says how cached tokens were come by. ``prompt_ids`` are those of each choice's
+    prompt, given only where the client asked for token ids.
     """
 
     request_id: str
@@ -61,16 +55,7 @@ class Reply:
     seed: int
     num_prompt_tokens: int
     prefix_kind: Callable[[int], str]
-    prompt_ids: list[int] | None = None
-
-    def skippy(self, spent: Spent) -> dict[str, object]:
-        return {
-            "request_id": self.request_id,
-            "seed": self.seed,
-            "preemptions": 0,
-            "recomputed_tokens": 0,
-            "prefix_kind": self.prefix_kind(spent.num_cached),
-        }
+    prompt_ids: Sequence[list[int]] | None = None
 
     def usage(self, spent: Spent) -> dict[str, object]:
         return {
@@ -80,77 +65,95 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": spent.num_cached},
         }
 
-    def whole(self, delta: Delta, spent: Spent) -> dict[str, object]:
-        """The reply of a request without ``stream``: ``delta`` is all of the choice."""
-        content: dict[str, object] = (
-            {"message": self._message(delta)} if self.is_chat else {"text": delta.text}
-        )
+    def summary(self, spent: Spent, times: Sequence[RequestTimes]) -> dict[str, object]:
+        """What is said once, at the end, of all choices with these ``times``."""
         return {
-            **self._outer(delta, content, is_first=True),
-            "usage": self.usage(spent),
-            "skippy": self.skippy(spent),
+            "metrics": metrics(spent, times[0]) if len(times) == 1 else None,
+            "timings": timings(spent, times, self.num_prompt_tokens),
+            "skippy": {
+                "request_id": self.request_id,
+                "seed": self.seed,
+                "preemptions": spent.num_preemptions,
+                "recomputed_tokens": spent.num_recomputed,
+                "prefix_kind": self.prefix_kind(spent.num_cached),
+            },
         }
 
-    def chunk(self, delta: Delta, *, is_first: bool) -> dict[str, object]:
-        """One chunk. A choice's first one carries the role; an empty delta has no content."""
-        if not self.is_chat:
-            return self._outer(delta, {"text": delta.text}, is_first=is_first)
+    def whole(
+        self, deltas: Sequence[Delta], spent: Spent, times: Sequence[RequestTimes]
+    ) -> dict[str, object]:
+        """The reply of a request without ``stream``: each delta is all of its choice."""
+        choices = []
+        for index, delta in enumerate(deltas):
+            content: dict[str, object] = (
+                {"message": self._message(index, delta)} if self.is_chat else {"text": delta.text}
+            )
+            choices.append(self._choice(index, delta, content, is_first=True))
+        return {
+            **self._envelope(choices, is_opening=True),
+            "usage": self.usage(spent),
+            **self.summary(spent, times),
+        }
+
+    def chunk(
+        self, index: int, delta: Delta, *, is_first: bool, is_opening: bool
+    ) -> dict[str, object]:
+        """One chunk, of choice ``index``. A choice's first one carries the role; an empty delta has
+        no content. ``is_opening`` is said of the stream's first one."""
         content: dict[str, object] = {"role": "assistant"} if is_first else {}
         if delta.text or (is_first and not delta.calls):
             content["content"] = delta.text
         if delta.calls:
-            content["tool_calls"] = [self._call_chunk(call) for call in delta.calls]
-        return self._outer(delta, {"delta": content}, is_first=is_first, is_chunk=True)
+            content["tool_calls"] = [self._call_chunk(index, call) for call in delta.calls]
+        part: dict[str, object] = {"delta": content} if self.is_chat else {"text": delta.text}
+        choice = self._choice(index, delta, part, is_first=is_first)
+        return self._envelope([choice], is_opening=is_opening, is_chunk=True)
 
-    def usage_chunk(self, spent: Spent) -> dict[str, object]:
+    def usage_chunk(self, spent: Spent, times: Sequence[RequestTimes]) -> dict[str, object]:
         return {
             **self._envelope([], is_chunk=True),
             "usage": self.usage(spent),
-            "skippy": self.skippy(spent),
+            **self.summary(spent, times),
         }
 
-    def _outer(
-        self,
-        delta: Delta,
-        content: dict[str, object],
-        *,
-        is_first: bool,
-        is_chunk: bool = False,
+    def _choice(
+        self, index: int, delta: Delta, content: dict[str, object], *, is_first: bool
     ) -> dict[str, object]:
         choice = {
-            "index": 0,
+            "index": index,
             **content,
             "logprobs": self._logprobs(delta.scores),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        outer = self._envelope([choice], is_chunk=is_chunk)
         if self.prompt_ids is not None:
             choice["token_ids"] = list(delta.token_ids)
-            if is_first:
-                (outer if self.is_chat else choice)["prompt_token_ids"] = self.prompt_ids
-        return outer
+            if is_first and not self.is_chat:
+                choice["prompt_token_ids"] = self.prompt_ids[index]
+        return choice
 
-    def _message(self, delta: Delta) -> dict[str, object]:
+    def _message(self, index: int, delta: Delta) -> dict[str, object]:
         message: dict[str, object] = {"role": "assistant", "content": delta.text}
         if delta.calls:
             names = [call for call in delta.calls if call.name is not None]
             message["content"] = delta.text or None
             message["tool_calls"] = [
-                self._call(head, "".join(c.arguments for c in delta.calls if c.index == head.index))
+                self._call(
+                    index, head, "".join(c.arguments for c in delta.calls if c.index == head.index)
+                )
                 for head in names
             ]
         return message
 
-    def _call_chunk(self, call: CallDelta) -> dict[str, object]:
+    def _call_chunk(self, index: int, call: CallDelta) -> dict[str, object]:
         """The first of a call has everything but arguments, the others have nothing else."""
         if call.name is not None:
-            return {"index": call.index, **self._call(call, "")}
+            return {"index": call.index, **self._call(index, call, "")}
         return {"index": call.index, "function": {"arguments": call.arguments}}
 
-    def _call(self, call: CallDelta, arguments: str) -> dict[str, object]:
+    def _call(self, index: int, call: CallDelta, arguments: str) -> dict[str, object]:
         return {
-            "id": f"call_{self.request_id}_{call.index}",
+            "id": f"call_{self.request_id}_{index}_{call.index}",
             "type": "function",
             "function": {"name": call.name, "arguments": arguments},
         }
@@ -175,8 +178,15 @@ class Reply:
             "text_offset": [score.offset for score in scores],
         }
 
-    def _envelope(self, choices: list[dict[str, object]], *, is_chunk: bool) -> dict[str, object]:
+    def _envelope(
+        self,
+        choices: list[dict[str, object]],
+        *,
+        is_chunk: bool = False,
+        is_opening: bool = False,
+    ) -> dict[str, object]:
         chat_kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        ids = self.prompt_ids if self.is_chat and is_opening else None
         return {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}",
             "object": chat_kind if self.is_chat else "text_completion",
@@ -184,6 +194,7 @@ class Reply:
             "model": self.model,
             "system_fingerprint": f"skippy-mesh-{__version__}",
             "choices": choices,
+            **({} if ids is None else {"prompt_token_ids": ids[0]}),
         }
 
 

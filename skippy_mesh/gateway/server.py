@@ -7,6 +7,7 @@ refused, running ones get a few seconds and are then aborted. A second signal ab
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import signal
 import socket
@@ -21,12 +22,14 @@ from fastapi import FastAPI
 
 from skippy_mesh.client import EngineClient
 from skippy_mesh.errors import SkippyError, UsageError
-from skippy_mesh.gateway.app import DRAINING, create_app
+from skippy_mesh.gateway.app import create_app
 from skippy_mesh.gateway.places import Places
 from skippy_mesh.gateway.prefixes import Sharing, new_secret
+from skippy_mesh.gateway.readiness import DRAINING, Problem
 from skippy_mesh.gateway.refusals import Bounds
+from skippy_mesh.gateway.rules import ApiRules
 from skippy_mesh.gateway.status import Served, status
-from skippy_mesh.gateway.streaming import Limits
+from skippy_mesh.gateway.token_stream import Limits
 from skippy_mesh.places import Doorkeeper
 from skippy_mesh.step_log import StepLog
 from skippy_mesh.telemetry import Telemetry
@@ -39,6 +42,15 @@ _WATCH_S = 1.0
 _DRAIN_S = 5.0
 _ABORT_S = 10  # for the last events to reach their clients
 _POLL_S = 0.1
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``; a name counts by what it stands for."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(each[4][0]).is_loopback for each in found)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -80,10 +92,16 @@ class GatewaySpec:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     prefix_secret: bytes = field(default_factory=new_secret, repr=False)
     limits: Limits = field(default_factory=Limits)
+    rules: ApiRules = field(default_factory=ApiRules)
     step_log: str | None = None
     counts_steps: bool = True
     build: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody who reaches this machine may ask."""
+        return not self.api_keys and not is_loopback(self.host)
 
 
 class Watch:
@@ -103,8 +121,10 @@ class Watch:
         self._thread.start()
 
     @property
-    def problem(self) -> str | None:
-        return next(iter(self.silent.values()), None) if self.silent else None
+    def problem(self) -> Problem | None:
+        for stage, reason in (self.silent or {}).items():
+            return Problem("stage_unavailable", reason, stage)
+        return None
 
     def lease_ages_s(self) -> dict[int, float]:
         """How long ago each stage said that it is well; one that never did is not there."""
@@ -211,10 +231,15 @@ class GatewayServer:
         self._client.close()
         self._server.should_exit = True
 
-    def _problem(self) -> str | None:
+    def _problem(self) -> Problem | None:
         if self._is_draining:
             return DRAINING
-        return self._watch.problem or self._client.problem()
+        if (lost := self._client.problem()) is not None:
+            return Problem("stage_unavailable", lost)
+        if self._watch.problem is not None:
+            return self._watch.problem
+        stalled = self._client.stalled()
+        return None if stalled is None else Problem("stalled", stalled)
 
     def _app(self) -> FastAPI:
         spec, mesh = self._spec, self._mesh
@@ -230,6 +255,7 @@ class GatewayServer:
             exact_reason=mesh.why_inexact,
             api_keys=spec.api_keys,
             limits=spec.limits,
+            rules=spec.rules,
             sharing=self._sharing(),
             metrics=self._telemetry.render,
             status=self._status,
@@ -254,6 +280,7 @@ class GatewayServer:
             last_reply_age_s=self._telemetry.last_step_age_s,
             lease_ages_s=self._watch.lease_ages_s(),
             oldest_waiting_s=self._places.oldest_waiting_s(),
+            is_open=self._spec.is_open,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from skippy_mesh.client import Channel
-from skippy_mesh.gateway.app import DRAINING
+from skippy_mesh.gateway.readiness import Problem
 from skippy_mesh.messages import Snapshot
 from skippy_mesh.step_totals import cells
 from skippy_mesh.telemetry import Bound
@@ -47,12 +47,13 @@ def status(
     *,
     model_name: str,
     config: Mapping[str, object],
-    problem: str | None,
+    problem: Problem | None,
     state: Snapshot | None,
     epoch: int | None,
     last_reply_age_s: float | None,
     lease_ages_s: Mapping[int, float],
     oldest_waiting_s: float | None,
+    is_open: bool,
 ) -> dict[str, object]:
     """What is not known is not there. ``state`` is the scheduler's after the last step, which all
     stages ran in ``epoch`` and answered ``last_reply_age_s`` ago; ``lease_ages_s`` are by stage."""
@@ -76,10 +77,11 @@ def status(
             "component": mesh.ceiling.binding.component,
             "term": mesh.ceiling.binding.term,
         },
+        "insecure_bind": is_open,
         "config": dict(config),
     }
-    if problem is not None and problem != DRAINING:
-        page["problem"] = problem
+    if problem is not None:
+        page["problem"] = problem.message
     if state is not None:
         queue: dict[str, object] = {
             "requests": sum(state.waiting.values()),
@@ -93,10 +95,13 @@ def status(
     return page
 
 
-def _state(problem: str | None) -> str:
+def _state(problem: Problem | None) -> str:
     if problem is None:
         return "ready"
-    return "draining" if problem == DRAINING else "failed"
+    if problem.code in ("loading", "draining"):
+        return problem.code
+    # A stage that is silent or slow may come back; an engine that is lost does not.
+    return "failed" if problem.stage is None and problem.code != "stalled" else "degraded"
 
 
 def _known(**facts: object) -> dict[str, object]:

@@ -1,170 +1,96 @@
 """From the engine's token events to text on a socket.
 
-The engine calls :meth:`TokenStream.put` on its own thread and never waits for a client. On the
-event loop a :class:`Choice` turns them into text, and :class:`EventStream` writes it for as long as
-somebody reads.
+On the event loop an :class:`Answer` turns the events of a :class:`TokenStream` into text, and
+:class:`EventStream` writes it for as long as somebody reads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from skippy_mesh.errors import UsageError
-from skippy_mesh.gateway.errors import ApiError, engine_failed, to_api_error, unavailable
+from skippy_mesh.gateway.errors import engine_failed, to_api_error, unavailable
 from skippy_mesh.gateway.replies import Delta, Reply
 from skippy_mesh.gateway.schemas import StreamOptions
+from skippy_mesh.gateway.spent import Spent, timings
 from skippy_mesh.gateway.text import Choice
-from skippy_mesh.messages import TokenEvent
-
-logger = logging.getLogger(__name__)
+from skippy_mesh.gateway.token_stream import Limits, TokenStream
+from skippy_mesh.times import RequestTimes
 
 Result = TypeVar("Result")
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """``hold_s``: how long the status line waits for first output or an error. ``ping_s``: silence
-    before a comment keeps the connection alive. ``max_pending`` events unread for
-    ``stall_timeout_s`` end the request. A request may be in the queue for ``queue_timeout_s`` and
-    take ``request_timeout_s`` in all; 0 is off."""
-
-    hold_s: float = 10.0
-    ping_s: float = 15.0
-    stall_timeout_s: float = 60.0
-    max_pending: int = 256
-    max_body_bytes: int = 16 << 20
-    queue_timeout_s: float = 0.0
-    request_timeout_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for flag in ("queue_timeout_s", "request_timeout_s"):
-            if not getattr(self, flag) >= 0:
-                name = "--" + flag.replace("_", "-")
-                raise UsageError(f"{name} must be 0 (off) or more, got {getattr(self, flag)}")
-
-
-class TokenStream:
-    """One request's events on their way from the engine's thread to the event loop.
-
-    ``abort`` tells the engine to end the request; ``on_start`` runs once when it has left the
-    queue, ``on_end`` once when it has ended. If the reader leaves ``max_pending`` events unread for
-    ``stall_timeout_s``, ``stalled`` is set. Built on the event loop that reads it.
-    """
+class Answer:
+    """What the engine says of one request, as text: ``num_samples`` choices of each prompt."""
 
     def __init__(
         self,
-        limits: Limits,
+        tokens: TokenStream,
+        choices: Sequence[Choice],
+        times: Sequence[RequestTimes] = (),
         *,
-        abort: Callable[[], object],
-        on_start: Callable[[], object],
-        on_end: Callable[[], object],
+        num_samples: int = 1,
     ):
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[TokenEvent | ApiError] = asyncio.Queue()
-        self._limits = limits
-        self._abort = abort
-        self._on_start = on_start
-        self._on_end = on_end
-        self._has_ended = False
-        self._stall_timer: asyncio.TimerHandle | None = None
-        self._queue_timer: asyncio.TimerHandle | None = None
-        self._request_timer: asyncio.TimerHandle | None = None
-        self.stalled = asyncio.Event()
+        self._tokens = tokens
+        self._choices = choices
+        self._num_samples = num_samples
+        self.times = times
+        self.num_open = len(choices)
 
-    def put(self, event: TokenEvent) -> None:
-        """Any thread; never waits and never fails."""
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._arrive, event)
+    async def next(self) -> tuple[int, Delta]:
+        """Which choice gets more, and what. May be cancelled at any time without losing
+        anything."""
+        while True:
+            index, event = await self._tokens.get()
+            if self._choices[index].has_ended:
+                continue
+            if event.finish_reason == "error":
+                if event.is_unavailable:
+                    raise unavailable("stage_unavailable", event.error or "a stage is lost")
+                raise engine_failed()
+            if (delta := self._choices[index].push(event)) is not None:
+                if delta.finish_reason is not None:
+                    self.num_open -= 1
+                    self._tokens.end(index, delta.finish_reason)
+                return index, delta
 
-    def start(self) -> None:
-        """It has left the queue. Any thread."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._leave_queue)
+    async def whole(self) -> list[Delta]:
+        """Each choice as one delta."""
+        deltas: list[list[Delta]] = [[] for _ in self._choices]
+        while self.num_open:
+            index, delta = await self.next()
+            deltas[index].append(delta)
+        return [joined(each) for each in deltas]
 
-    def limit(self, *, in_queue: ApiError, in_all: ApiError) -> None:
-        """From now on the two clocks of :class:`Limits` run; their end is what the reader gets."""
-        self._queue_timer = self._after(self._limits.queue_timeout_s, in_queue)
-        self._request_timer = self._after(self._limits.request_timeout_s, in_all)
+    @property
+    def spent(self) -> Spent:
+        """So far. Of the choices of one prompt the first has computed it."""
+        spent = [choice.spent for choice in self._choices]
+        return Spent(
+            num_output=sum(each.num_output for each in spent),
+            num_cached=sum(each.num_cached for each in spent[:: self._num_samples]),
+            num_preemptions=sum(each.num_preemptions for each in spent),
+            num_recomputed=sum(each.num_recomputed for each in spent),
+        )
 
-    async def get(self) -> TokenEvent:
-        event = await self._events.get()
-        if self._events.qsize() < self._limits.max_pending:
-            self._stop_timer()
-        if isinstance(event, ApiError):
-            raise event
-        return event
+    async def until_stalled(self) -> None:
+        await self._tokens.stalled.wait()
 
     def close(self) -> None:
-        """The reader is done; a request that still runs is aborted."""
-        self._stop_timer()
-        self._stop_clocks()
-        if not self._has_ended:
-            self._abort()
-
-    def _arrive(self, event: TokenEvent) -> None:
-        self._events.put_nowait(event)
-        if event.finish_reason is not None:
-            self._has_ended = True
-            self._stop_clocks()
-            self._on_end()
-        if self._stall_timer is None and self._events.qsize() >= self._limits.max_pending:
-            self._stall_timer = self._loop.call_later(
-                self._limits.stall_timeout_s, self.stalled.set
-            )
-
-    def _stop_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
-
-    def _leave_queue(self) -> None:
-        _cancel(self._queue_timer)
-        self._on_start()
-
-    def _stop_clocks(self) -> None:
-        _cancel(self._queue_timer)
-        _cancel(self._request_timer)
-
-    def _after(self, seconds: float, error: ApiError) -> asyncio.TimerHandle | None:
-        if not seconds:
-            return None
-        return self._loop.call_later(seconds, self._events.put_nowait, error)
+        self._tokens.close()
 
 
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
-
-
-async def next_delta(tokens: TokenStream, choice: Choice) -> Delta:
-    """The next delta of ``choice``. May be cancelled at any time without losing anything."""
-    while True:
-        event = await tokens.get()
-        if event.finish_reason == "error":
-            if event.is_unavailable:
-                raise unavailable("stage_unavailable", event.error or "a stage is lost")
-            raise engine_failed()
-        if (delta := choice.push(event)) is not None:
-            return delta
-
-
-async def all_deltas(tokens: TokenStream, choice: Choice) -> Delta:
-    """The whole of ``choice`` as one delta."""
-    deltas = [await next_delta(tokens, choice)]
-    while deltas[-1].finish_reason is None:
-        deltas.append(await next_delta(tokens, choice))
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """All ``deltas`` of a choice as one."""
     return Delta(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
@@ -200,24 +126,25 @@ async def _first(work: Coroutine[Any, Any, Result], *enders: Coroutine[Any, Any,
 
 
 class EventStream(Response):
-    """A reply as server-sent events. ``first`` is the delta that ended the hold, if one did."""
+    """A reply as server-sent events. ``first`` is what ended the hold, if something did."""
 
     def __init__(
         self,
         reply: Reply,
-        tokens: TokenStream,
-        choice: Choice,
+        answer: Answer,
         *,
-        first: Delta | None,
+        first: tuple[int, Delta] | None,
         options: StreamOptions,
+        has_timings: bool = False,
         limits: Limits,
     ):
         self._reply = reply
-        self._tokens = tokens
-        self._choice = choice
+        self._answer = answer
         self._first = first
         self._options = options
+        self._has_timings = has_timings
         self._limits = limits
+        self._begun: set[int] = set()
         self.status_code = 200
         self.background = None
         self.init_headers({
@@ -228,9 +155,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _first(self._write(send), _until_gone(receive), self._tokens.stalled.wait())
+            await _first(self._write(send), _until_gone(receive), self._answer.until_stalled())
         finally:
-            self._tokens.close()
+            self._answer.close()
 
     async def _write(self, send: Send) -> None:
         await send(
@@ -246,35 +173,39 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
-        delta, is_first = self._first, True
         try:
-            while True:
-                if delta is not None:
-                    yield self._frame(delta, is_first=is_first)
-                    is_first = False
-                    if delta.finish_reason is not None:
-                        break
+            if self._first is not None:
+                yield self._frame(*self._first)
+            while self._answer.num_open:
                 try:
                     async with asyncio.timeout(self._limits.ping_s):
-                        delta = await next_delta(self._tokens, self._choice)
+                        index, delta = await self._answer.next()
                 except TimeoutError:
-                    delta = None
                     yield PING
+                else:
+                    yield self._frame(index, delta)
             if self._options.include_usage:
-                yield _data(self._reply.usage_chunk(self._choice.spent))
+                yield _data(self._reply.usage_chunk(self._answer.spent, self._answer.times))
         except Exception as error:
             yield _data(to_api_error(error).body)
         yield DONE
 
-    def _frame(self, delta: Delta, *, is_first: bool) -> bytes:
-        chunk = self._reply.chunk(delta, is_first=is_first)
+    def _frame(self, index: int, delta: Delta) -> bytes:
+        answer, reply = self._answer, self._reply
+        chunk = reply.chunk(
+            index, delta, is_first=index not in self._begun, is_opening=not self._begun
+        )
+        self._begun.add(index)
+        is_last = not answer.num_open and delta.finish_reason is not None
         if self._options.continuous_usage_stats:
-            chunk["usage"] = self._reply.usage(self._choice.spent)
+            chunk["usage"] = reply.usage(answer.spent)
         elif self._options.include_usage:
             chunk["usage"] = None
-        elif delta.finish_reason is not None:
-            # No usage chunk follows, so the seed travels with the last one.
-            chunk["skippy"] = self._reply.skippy(self._choice.spent)
+        if is_last and not self._options.include_usage:
+            # No usage chunk follows, so what it would have said travels with the last one.
+            chunk |= reply.summary(answer.spent, answer.times)
+        elif self._has_timings:
+            chunk["timings"] = timings(answer.spent, answer.times, reply.num_prompt_tokens)
         return _data(chunk)
 
 

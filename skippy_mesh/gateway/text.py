@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from skippy_mesh.gateway.chat import Tokenizer
 from skippy_mesh.gateway.held import num_held
-from skippy_mesh.gateway.replies import Delta, Score, Spent
+from skippy_mesh.gateway.replies import Delta, Score
+from skippy_mesh.gateway.spent import Spent
 from skippy_mesh.gateway.tool_parser import CallDelta, ToolParser
 from skippy_mesh.messages import TokenEvent
 
@@ -68,6 +69,7 @@ class Choice:
 
     The joined texts are the same however the events were grouped. ``num_tokens`` counts every
     sampled token, those without visible text too. With ``tools`` calls are taken out of the text.
+    What ``has_ended`` takes no more events.
     """
 
     def __init__(
@@ -93,18 +95,21 @@ class Choice:
         self._is_first = True
         self._end_s: float | None = None
         self.num_tokens = 0
-        self._num_cached = 0
+        self.has_ended = False
+        self._last: TokenEvent | None = None
 
     @property
     def spent(self) -> Spent:
-        return Spent(self.num_tokens, self._num_cached)
+        if (last := self._last) is None:
+            return Spent(0)
+        return Spent(self.num_tokens, last.num_cached, last.num_preemptions, last.num_recomputed)
 
     def push(self, event: TokenEvent) -> Delta | None:
         """What ``event`` adds; None while there is nothing to show."""
         finish: str | None = event.finish_reason
         stop: str | int | None = None
         data = b""
-        self._num_cached = event.num_cached
+        self._last = event
         if event.token_id is not None:
             self._take(event, event.token_id)
             if finish != "stop":
@@ -170,4 +175,5 @@ class Choice:
         self._unsent_text = ""
         self._unsent_ids, self._unsent_scores, self._unsent_calls = [], [], []
         self._is_first = False
+        self.has_ended = finish is not None
         return delta

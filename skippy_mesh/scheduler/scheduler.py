@@ -329,16 +329,12 @@ class Scheduler:
     def _add_rows(self, plan: Plan, sequence: Sequence, num_rows: int) -> None:
         start = sequence.num_scheduled
         end = start + num_rows
+        num_again = max(min(end, sequence.num_reached) - start, 0)
+        samples = end == sequence.num_known
         plan.parts.append(
-            Part(
-                sequence,
-                sequence.lane,
-                start,
-                end,
-                samples=end == sequence.num_known,
-                num_again=max(min(end, sequence.num_reached) - start, 0),
-            )
+            Part(sequence, sequence.lane, start, end, samples=samples, num_again=num_again)
         )
+        sequence.num_recomputed += num_again
         self._ledger.grow(sequence.lane, num_rows)
         sequence.num_scheduled = end
         sequence.num_in_flight += 1

@@ -32,10 +32,11 @@ class Sequence:
 
     ``turn`` is its place in the order of arrival, kept for life. ``num_scheduled`` positions have
     been handed out since it was admitted, ``num_computed`` of them are answered by every stage;
-    ``num_reached`` is the most ever computed: rows below are recomputed. ``num_in_flight`` counts
-    StepBatches that hold its rows and are not answered. Until ``trial_end`` positions are computed
-    it runs alone, because a step that held it failed there. ``num_cached`` prompt tokens did not
-    have to be computed when it was first admitted. At each of ``boundaries`` a chunk must end.
+    ``num_reached`` is the most ever computed: rows below are recomputed, ``num_recomputed`` so far.
+    ``num_in_flight`` counts StepBatches that hold its rows and are not answered. Until
+    ``trial_end`` positions are computed it runs alone, because a step that held it failed there.
+    ``num_cached`` prompt tokens did not have to be computed when it was first admitted. At each of
+    ``boundaries`` a chunk must end.
     """
 
     request: Request
@@ -49,6 +50,7 @@ class Sequence:
     num_reached: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
+    num_recomputed: int = 0
     num_bypassed: int = 0
     last_step: int = -1
     trial_end: int = 0
@@ -128,6 +130,8 @@ class Sequence:
             finish_reason=finish_reason,
             error=error,
             num_cached=self.num_cached,
+            num_preemptions=self.num_preemptions,
+            num_recomputed=self.num_recomputed,
         )
 
     def rewind(self) -> None:
