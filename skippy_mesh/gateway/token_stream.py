@@ -33,10 +33,14 @@ class Limits:
     ready_window_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for flag in ("queue_timeout_s", "request_timeout_s", "ready_window_s"):
-            if not getattr(self, flag) >= 0:
-                name = "--" + flag.replace("_", "-")
-                raise UsageError(f"{name} must be 0 or more, got {getattr(self, flag)}")
+        for field, name in (
+            ("queue_timeout_s", "--queue-timeout-s"),
+            ("request_timeout_s", "--request-timeout-s"),
+            ("stall_timeout_s", "--stream-stall-timeout-s"),
+            ("ready_window_s", "--ready-window-s"),
+        ):
+            if not getattr(self, field) >= 0:
+                raise UsageError(f"{name} must be 0 or more, got {getattr(self, field)}")
         if self.max_body_bytes < 1:
             raise UsageError(f"--max-request-bytes must be 1 or more, got {self.max_body_bytes}")
 

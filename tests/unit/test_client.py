@@ -151,19 +151,19 @@ def test_an_engine_that_stands_still_with_work_open_is_a_problem_and_an_idle_one
     now_s = [0.0]
     client = client_of(Channel(pipeline), clock=lambda: now_s[0])
     now_s[0] = 1000.0
-    assert client.problem() is None, "idle"
+    assert client.stalled() is None, "idle"
     stream = client.generate(request("a"))
     first = threading.Thread(target=next, args=(stream,))
     first.start()
     while client.num_open == 0:
         pass
     now_s[0] = 1000.0 + STUCK_S
-    assert client.problem() is None
+    assert client.stalled() is None
     now_s[0] += 1
-    assert client.problem() == "no step has ended for 121 s, with 1 requests open"
+    assert client.stalled() == "no step has ended for 121 s, with 1 requests open"
     gate.set()
     first.join()
-    assert client.problem() is None, "it got on"
+    assert client.stalled() is None, "it got on"
     assert len(list(stream)) == 7
 
 

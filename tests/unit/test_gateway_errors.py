@@ -13,9 +13,9 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from skippy_mesh.gateway.app import LOADING
 from skippy_mesh.gateway.errors import Edge
-from skippy_mesh.gateway.streaming import Limits
+from skippy_mesh.gateway.readiness import LOADING, Problem
+from skippy_mesh.gateway.token_stream import Limits
 from skippy_mesh.messages import StepBatch
 from stages.fake import FakePipeline
 from tests.engines import RunningEngine
@@ -76,7 +76,12 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
      "unsupported_parameter", "messages[0].function_call"),
     (CHAT, user("x" * 600), "context_length_exceeded", "messages"),
-    (CHAT, {"n": 2}, "unsupported_parameter", "n"),
+    (CHAT, {"n": 0}, "invalid_value", "n"),
+    (CHAT, {"n": 9}, "invalid_value", "n"),
+    (CHAT, {"n": 2, "best_of": 3}, "unsupported_parameter", "best_of"),
+    (CHAT, {"priority": 1}, "unsupported_parameter", "priority"),
+    (CHAT, {"priority": 2**31}, "invalid_value", "priority"),
+    (CHAT, {"continue_final_message": True}, "invalid_value", "continue_final_message"),
     (CHAT, {"guided_choice": ["a"]}, "unsupported_parameter", "guided_choice"),
     (CHAT, {"tools": [{"type": "function"}]}, "invalid_value", "tools[0].function"),
     (CHAT, {"tools": [TOOL, {"type": "function", "function": {"name": "a b"}}]}, "invalid_value",
@@ -138,7 +143,10 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": 5}, "invalid_value", "prompt"),
     (COMPLETIONS, {"prompt": [1, "a"]}, "invalid_value", "prompt"),
     (COMPLETIONS, {"prompt": [1, 260]}, "invalid_value", "prompt"),
-    (COMPLETIONS, {"prompt": ["a", "b"]}, "unsupported_parameter", "prompt"),
+    (COMPLETIONS, {"prompt": ["a", ""]}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 65}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": [[97], [260]]}, "invalid_value", "prompt"),
+    (COMPLETIONS, {"prompt": ["a", [97] * 512]}, "context_length_exceeded", "prompt"),
     (COMPLETIONS, {"prompt": [97] * 512}, "context_length_exceeded", "prompt"),
 ]  # fmt: skip
 
@@ -204,14 +212,17 @@ def test_keys_guard_all_but_the_public_routes() -> None:
             assert response.json()["error"]["type"] == "authentication_error"
         for good in ({"Authorization": "Bearer one"}, {"X-Api-Key": "zwei é".encode()}):
             assert client.get("/v1/models", headers=good).status_code == 200  # type: ignore[arg-type]
-        for path in ("/health", "/v1/health", "/livez", "/ping"):
+        for path in ("/", "/health", "/v1/health", "/livez", "/ping", "/ready", "/version"):
             assert client.get(path).status_code == 200
 
 
 def test_an_unhealthy_mesh_refuses_new_requests() -> None:
-    reasons: list[str | None] = [LOADING]
+    reasons: list[Problem | None] = [LOADING]
+    down = Problem("stage_unavailable", "stage 1 is down", 1)
+    stuck = Problem("stalled", "no step has ended for 121 s")
     with serving(health=lambda: reasons[-1]) as client:
-        for reason, code in ((LOADING, "loading"), ("stage 1 is down", "stage_unavailable")):
+        for reason in (LOADING, down, stuck):
+            code = reason.code
             reasons.append(reason)
             for response in (client.get("/health"), client.post(CHAT, json=HELLO)):
                 assert response.status_code == 503
@@ -292,7 +303,7 @@ def test_a_reply_that_has_begun_is_never_begun_again() -> None:
 
 
 def test_a_fault_of_the_gateway_is_a_500_in_the_error_shape() -> None:
-    def health() -> str | None:
+    def health() -> Problem | None:
         raise KeyError("/secret/path")
 
     with serving(health=health) as client:

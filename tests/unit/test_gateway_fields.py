@@ -213,7 +213,7 @@ def test_what_has_no_chance_has_a_finite_logprob() -> None:
         seed=0,
         num_prompt_tokens=1,
         prefix_kind=Sharing().kind,
-    ).chunk(delta, is_first=True)
+    ).chunk(0, delta, is_first=True, is_opening=True)
     assert scores(reply)["token_logprobs"] == [-9999.0]  # type: ignore[arg-type]
     assert scores(reply)["top_logprobs"] == [{"b": -1.0, "a": -9999.0}]  # type: ignore[arg-type]
 

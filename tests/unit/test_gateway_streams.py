@@ -17,7 +17,7 @@ import pytest
 from starlette.types import Message
 
 from skippy_mesh.gateway.app import create_app
-from skippy_mesh.gateway.streaming import Limits
+from skippy_mesh.gateway.token_stream import Limits
 from skippy_mesh.messages import StepBatch
 from stages.fake import FakeGrammars, FakePipeline, FakeTokenizer
 from tests.engines import BOUNDS, RunningEngine, places_of

@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from skippy_mesh.gateway.app import DRAINING, create_app
+from skippy_mesh.gateway.app import create_app
 from skippy_mesh.gateway.places import Places
-from skippy_mesh.gateway.streaming import Limits
+from skippy_mesh.gateway.readiness import DRAINING
+from skippy_mesh.gateway.token_stream import Limits
 from skippy_mesh.messages import StepBatch
 from skippy_mesh.telemetry import Telemetry
 from stages.fake import FakeGrammars, FakePipeline, FakeTokenizer

@@ -7,9 +7,17 @@ from fractions import Fraction
 
 import pytest
 
+from skippy_mesh.api_flags import keys_of, limits_of, names_of, rules_of
 from skippy_mesh.cli import build_parser
-from skippy_mesh.errors import UsageError
+from skippy_mesh.errors import RequestError, UsageError
+from skippy_mesh.gateway.server import GatewaySpec, is_loopback
 from skippy_mesh.serving import _admission, _shown
+from stages.gguf_file import ModelFile
+
+
+@pytest.fixture(scope="module")
+def model(demo):
+    return ModelFile.open(demo)
 
 
 def flags(*arguments):
@@ -41,3 +49,70 @@ def test_the_status_shows_neither_keys_nor_folders():
     text = json.dumps(_shown(args))
     assert not any(word in text for word in ("secret", "other", "/models", "/var"))
     assert {"model", "api_key", "max_queue"} <= _shown(args).keys()
+
+
+def test_keys_come_from_the_flag_and_from_a_file(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# of the lab\nthree\n\n  four \n")
+    assert keys_of(flags()) == ()
+    args = flags("--api-key", "one, two", "--api-key-file", str(path))
+    assert keys_of(args) == ("one", "two", "three", "four")
+    assert "three" not in json.dumps(_shown(args))
+
+
+@pytest.mark.parametrize("text", [None, "# nothing\n"])
+def test_a_file_without_a_key_does_not_open_the_server_to_all(tmp_path, text):
+    path = tmp_path / "keys"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError, match="--api-key-file"):
+        keys_of(flags("--api-key-file", str(path)))
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "is_open"),
+    [
+        ("127.0.0.1", (), False), ("localhost", (), False), ("::1", (), False),
+        ("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("192.0.2.1", (), True),
+    ],
+)  # fmt: skip
+def test_an_open_address_without_a_key_is_seen(host, keys, is_open):
+    assert is_loopback(host) == (host not in ("0.0.0.0", "192.0.2.1"))
+    spec = GatewaySpec(host=host, port=1, model_path="m", model_name="m", api_keys=keys)
+    assert spec.is_open == is_open
+
+
+def test_the_api_is_as_the_flags_say(model):
+    args = flags(
+        "--alias", "big,small", "--tokenizer-id", "lab/x", "--temp", "0.5", "--seed", "9",
+        "-n", "77", "--max-n", "3", "--strict-model", "--scheduling-policy", "priority",
+        "--max-request-bytes", "1000", "--ready-window-s", "5",
+    )  # fmt: skip
+    rules, limits = rules_of(args, model), limits_of(args)
+    assert names_of(args, model) == ("big", "small")
+    assert names_of(flags(), model) == (model.paths[0].stem,)
+    assert rules.aliases == ("small",)
+    assert rules.defaults == {"temperature": 0.5, "seed": 9}
+    assert (rules.max_chat_tokens, rules.max_n, rules.knows_priority) == (77, 3, True)
+    assert (rules.is_strict_model, rules.is_strict_field) == (True, False)
+    assert (limits.max_body_bytes, limits.ready_window_s) == (1000, 5)
+    assert rules.facts["n_embd"] == model.width
+    assert rules.facts["size"] == sum(tensor.num_bytes for tensor in model.tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--temp", "3"), RequestError),
+        (("--top-p", "0"), RequestError),
+        (("--max-n", "0"), UsageError),
+        (("-n", "0"), UsageError),
+        (("--max-request-bytes", "0"), UsageError),
+        (("--stream-stall-timeout-s", "-1"), UsageError),
+    ],
+)
+def test_a_default_that_no_request_may_have_is_refused_at_the_start(model, arguments, error):
+    args = flags(*arguments)
+    with pytest.raises(error):
+        limits_of(args)
+        rules_of(args, model)

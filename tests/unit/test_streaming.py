@@ -6,12 +6,15 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from skippy_mesh.gateway.errors import ApiError, timed_out
 from skippy_mesh.gateway.replies import Delta
-from skippy_mesh.gateway.streaming import Limits, TokenStream, all_deltas, next_delta
+from skippy_mesh.gateway.streaming import Answer
 from skippy_mesh.gateway.text import Choice, StopMatcher, TextRules
+from skippy_mesh.gateway.token_stream import Limits, TokenStream
 from skippy_mesh.messages import FinishReason, TokenEvent
 from stages.fake import EOS, FakeTokenizer
 
@@ -121,76 +124,118 @@ def test_only_a_stop_token_of_the_client_is_named() -> None:
         assert (delta.text, delta.stop_reason) == ("", named)
 
 
+def stream_of(calls: list[str], *, limits: Limits | None = None, num_choices: int = 1) -> TokenStream:
+    return TokenStream(
+        limits or Limits(),
+        num_choices=num_choices,
+        abort=lambda index, reason: calls.append(f"{reason} {index}"),
+        on_start=lambda: calls.append("start"),
+        on_end=lambda: calls.append("end"),
+    )
+
+
+def answer_of(tokens: TokenStream, *choices: Choice) -> Answer:
+    return Answer(tokens, choices or [Choice(FakeTokenizer())])
+
+
 def test_events_of_another_thread_arrive_in_order_and_end_once() -> None:
     data = ("one two 🦜 " * 20).encode()
     calls: list[str] = []
 
-    async def read() -> Delta:
-        tokens = TokenStream(
-            Limits(),
-            abort=lambda: calls.append("abort"),
-            on_start=lambda: None,
-            on_end=lambda: calls.append("end"),
-        )
+    async def read() -> list[Delta]:
+        tokens = stream_of(calls)
 
         def produce() -> None:
             for byte in data:
-                tokens.put(event(byte))
-            tokens.put(event(EOS, "stop"))
+                tokens.put(0, event(byte))
+            tokens.put(0, event(EOS, "stop"))
 
         producer = threading.Thread(target=produce)
         producer.start()
-        whole = await all_deltas(tokens, Choice(FakeTokenizer()))
+        whole = await answer_of(tokens).whole()
         tokens.close()
         producer.join()
         return whole
 
-    assert asyncio.run(read()).text == data.decode()
+    (delta,) = asyncio.run(read())
+    assert delta.text == data.decode()
     assert calls == ["end"], "an ended request is not aborted"
 
 
-def test_closing_early_aborts() -> None:
+def test_closing_early_aborts_every_choice_that_still_runs() -> None:
     calls: list[str] = []
 
     async def leave() -> None:
-        tokens = TokenStream(
-            Limits(),
-            abort=lambda: calls.append("abort"),
-            on_start=lambda: None,
-            on_end=lambda: calls.append("end"),
-        )
-        tokens.put(event(65))
-        await next_delta(tokens, Choice(FakeTokenizer()))
-        tokens.close()
+        tokens = stream_of(calls, num_choices=3)
+        answer = answer_of(tokens, *(Choice(FakeTokenizer()) for _ in range(3)))
+        tokens.put(1, event(EOS, "stop"))
+        assert (await answer.next())[0] == 1
+        answer.close()
 
     asyncio.run(leave())
-    assert calls == ["abort"]
+    assert calls == ["abort 0", "abort 2"]
+
+
+def test_a_choice_that_has_what_it_wants_ends_alone_and_what_still_comes_is_not_shown() -> None:
+    calls: list[str] = []
+
+    async def read() -> list[Delta]:
+        tokens = stream_of(calls, num_choices=2)
+        answer = answer_of(
+            tokens, Choice(FakeTokenizer(), TextRules(stops=["b"])), Choice(FakeTokenizer())
+        )
+        for byte in b"abc":
+            tokens.put(0, event(byte))
+            tokens.put(1, event(byte))
+        tokens.put(0, event(None, "stop"))
+        tokens.put(1, event(EOS, "stop"))
+        return await answer.whole()
+
+    first, second = asyncio.run(read())
+    assert (first.text, first.stop_reason, second.text) == ("a", "b", "abc")
+    assert calls == ["stop 0", "end"]
+
+
+def test_a_request_out_of_time_ends_with_that_reason() -> None:
+    calls: list[str] = []
+
+    async def read() -> None:
+        tokens = stream_of(calls, limits=Limits(request_timeout_s=0.01))
+        tokens.limit(in_queue=timed_out(1), in_all=timed_out(0.01))
+        try:
+            await answer_of(tokens).whole()
+        finally:
+            tokens.close()
+
+    with pytest.raises(ApiError, match="longer than"):
+        asyncio.run(read())
+    assert calls == ["timeout 0"]
 
 
 def test_waiting_may_be_given_up_without_losing_text() -> None:
     async def impatient() -> str:
-        tokens = TokenStream(
-            Limits(), abort=lambda: None, on_start=lambda: None, on_end=lambda: None
-        )
-        choice = Choice(FakeTokenizer())
+        tokens = stream_of([])
+        answer = answer_of(tokens)
         first, second = "é".encode()
-        tokens.put(event(first))
+        tokens.put(0, event(first))
         try:
             async with asyncio.timeout(0.01):
-                await next_delta(tokens, choice)
+                await answer.next()
         except TimeoutError:
-            tokens.put(event(second))
-        return (await next_delta(tokens, choice)).text
+            tokens.put(0, event(second))
+        return (await answer.next())[1].text
 
     assert asyncio.run(impatient()) == "é"
 
 
-def test_only_a_reader_that_leaves_the_buffer_full_is_stalled() -> None:
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_only_a_reader_that_leaves_the_buffer_full_is_stalled(num_choices: int) -> None:
     async def stalls(*, reads: bool) -> bool:
         limits = Limits(max_pending=4, stall_timeout_s=0.03)
-        tokens = TokenStream(limits, abort=lambda: None, on_start=lambda: None, on_end=lambda: None)
+        tokens = stream_of([], limits=limits, num_choices=num_choices)
         for _ in range(4):
-            tokens.put(event(65))
+            for index in range(num_choices):
+                tokens.put(index, event(65))
         await asyncio.sleep(0)
         if reads:
             await tokens.get()
@@ -203,6 +248,6 @@ def test_only_a_reader_that_leaves_the_buffer_full_is_stalled() -> None:
 
 def test_an_event_after_the_loop_has_closed_does_not_reach_the_engine_as_an_error() -> None:
     async def make() -> TokenStream:
-        return TokenStream(Limits(), abort=lambda: None, on_start=lambda: None, on_end=lambda: None)
+        return stream_of([])
 
-    asyncio.run(make()).put(event(65))
+    asyncio.run(make()).put(0, event(65))

@@ -22,8 +22,9 @@ from skippy_mesh.client import EngineClient, ReportQueue
 from skippy_mesh.config import StepRules
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.errors import UsageError
-from skippy_mesh.gateway.app import LOADING, create_app
-from skippy_mesh.gateway.streaming import Limits
+from skippy_mesh.gateway.app import create_app
+from skippy_mesh.gateway.readiness import LOADING, Problem
+from skippy_mesh.gateway.token_stream import Limits
 from skippy_mesh.messages import (
     Request,
     Snapshot,
@@ -450,7 +451,7 @@ def test_an_observer_that_fails_ends_no_request(caplog: pytest.LogCaptureFixture
 def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
     channel, telemetry = Echo(), telemetry_of()
     client = client_of(channel, telemetry)
-    health: list[str | None] = [LOADING]
+    health: list[Problem | None] = [LOADING]
     places = places_of(ceiling=1, max_queue=0)
     app = create_app(
         client,
