@@ -40,7 +40,7 @@ from coordinator.supervisor import Supervisor
 from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
 from skippy_mesh.engine import EnginePlan
-from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError
+from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError, UsageError
 from skippy_mesh.health import MAX_RESTARTS, STUCK_S, Watchdog
 from skippy_mesh.places import AdmissionLimits
 from stages.head import StageHead
@@ -298,16 +298,21 @@ def stage_actors(
 
 @contextmanager
 def gateway_actor(
-    gateway_class: type[Any], spec: object, served: Mesh, limits: AdmissionLimits, *, mesh_name: str
+    gateway_class: type[Any],
+    spec: object,
+    served: Mesh,
+    limits: AdmissionLimits,
+    *,
+    mesh_name: str,
+    node: str | None = None,
 ) -> Iterator[RemoteGateway]:
-    """A coordinator and a gateway of ``gateway_class`` for ``served``, on this node. Neither owns
-    anybody: what one of them takes with it when it dies is nothing but itself."""
-    node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    """A coordinator and a gateway of ``gateway_class`` for ``served``, on ``node`` or on this one.
+    Neither owns anybody: what one of them takes with it when it dies is nothing but itself."""
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_restarts": -1,
         "max_task_retries": 0,
-        "scheduling_strategy": node,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(_node_id(node), soft=False),
     }
     actors: list[Any] = []
     try:
@@ -322,6 +327,22 @@ def gateway_actor(
     finally:
         for actor in reversed(actors):
             ray.kill(actor)
+
+
+def _node_id(node: str | None) -> str:
+    """Of the node with this name, address or id, or the beginning of one; this node for None."""
+    if node is None:
+        own: str = ray.get_runtime_context().get_node_id()
+        return own
+    alive = [row for row in ray.nodes() if row["Alive"]]
+    for row in alive:
+        if node in (row["NodeName"], row["NodeManagerHostname"], row["NodeManagerAddress"]):
+            return str(row["NodeID"])
+    for row in alive:
+        if row["NodeID"].startswith(node):
+            return str(row["NodeID"])
+    names = ", ".join(row["NodeManagerHostname"] for row in alive)
+    raise UsageError(f"the cluster has no node {node!r}; it has {names}")
 
 
 def _reserve(specs: Sequence[StageSpec], *, mesh_name: str, spread: bool) -> PlacementGroup:

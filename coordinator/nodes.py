@@ -17,7 +17,8 @@ from skippy_mesh.sizes import parse_size
 class Node:
     """``usable_bytes`` are what a stage may take there, all else subtracted. ``bytes_per_s`` is how
     fast it reads weights, None if unknown. ``rtt_us`` is to a node that no :class:`Link` names.
-    ``num_cpus`` and ``node_id`` are for who starts the stages there."""
+    ``num_cpus`` and ``node_id`` are for who starts the stages there; ``is_head`` is said of the
+    node that keeps the cluster together."""
 
     name: str
     usable_bytes: int
@@ -25,6 +26,7 @@ class Node:
     rtt_us: int | None = None
     num_cpus: int = 1
     node_id: str = ""
+    is_head: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -43,6 +45,9 @@ def usable_of(total_bytes: int, *, cap_bytes: int | None = None, headroom_bytes:
 
 RATE_LABEL = "skippy_mesh/bytes_per_s"
 """A Ray node label: how fast the node reads weights, as in ``50GB``."""
+
+
+_HEAD = "node:__internal_head__"
 
 
 def nodes_of_cluster(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
@@ -65,6 +70,7 @@ def nodes_of_cluster(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
                 None if rate is None else parse_size(rate),
                 num_cpus=max(int(row["Resources"]["CPU"]), 1),
                 node_id=row["NodeID"],
+                is_head=_HEAD in row["Resources"],
             )
         )
     return found

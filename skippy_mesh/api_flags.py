@@ -69,6 +69,10 @@ def _add_limit_flags(parser: argparse.ArgumentParser) -> None:
         help="end a stream that nobody has read for so long (%(default)g)",
     )  # fmt: skip
     parser.add_argument(
+        "--drain-s", type=float, default=5.0, metavar="S",
+        help="told to end, let run for so long what runs (%(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
         "--ready-window-s", type=float, default=30.0, metavar="S",
         help="/ready sends a token through all stages if none has passed for so long (%(default)g)",
     )  # fmt: skip

@@ -93,8 +93,9 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--spread", action="store_true",
-        help="each stage on a node of its own (default: on as few as they fit)",
+        help="each stage on a node of its own, none on the head (default: on as few as they fit)",
     )  # fmt: skip
+    parser.add_argument("--use-head", action="store_true", help="--spread may use the head, too")
     parser.add_argument("--mesh-name", default="skippy", metavar="NAME", help="(%(default)s)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and stage logs")
 

@@ -139,7 +139,32 @@ def planned(
             stack.enter_context(
                 ray_cluster(address=args.address, num_cpus=0, namespace=args.mesh_name)
             )
-        yield plan(costs, nodes_of(args), request)
+        found = plan(costs, _nodes_to_use(args), request)
+        _check_spread(args, found)
+        yield found
+
+
+def _nodes_to_use(args: argparse.Namespace) -> Sequence[Node]:
+    nodes = nodes_of(args)
+    if not args.spread or args.use_head:
+        return nodes
+    found = [node for node in nodes if not node.is_head]
+    if not found:
+        raise UsageError(
+            "--spread leaves the head node alone, and the cluster has no other with a CPU: add "
+            "nodes, or take the head, too, with --use-head"
+        )
+    return found
+
+
+def _check_spread(args: argparse.Namespace, plan: Plan) -> None:
+    """Ray would wait for nodes that nobody has promised."""
+    names = {stage.node.name for stage in plan.stages}
+    if args.spread and len(names) < len(plan.stages):
+        raise UsageError(
+            f"--spread wants a node for each of {len(plan.stages)} stages, and there is room on "
+            f"{len(names)}: add nodes, lower --stages, or leave out --spread"
+        )
 
 
 def nodes_of(args: argparse.Namespace) -> Sequence[Node]:

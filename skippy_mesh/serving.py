@@ -10,15 +10,16 @@ import importlib.metadata
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippy_mesh import __version__
 from skippy_mesh.api_flags import add_api_flags, keys_of, limits_of, names_of, rules_of
+from skippy_mesh.errors import UsageError
 from skippy_mesh.places import AdmissionLimits
-from skippy_mesh.planning import add_cache_flag, layout_of, planned
+from skippy_mesh.planning import add_cache_flag, cluster_address, layout_of, planned
 from skippy_mesh.starting import open_mesh, ready_text, settings_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-np", "--parallel", type=int, metavar="N",
         help="lower the number of requests that may run at once (default: what memory permits)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gateway-node", metavar="NODE",
+        help="the node of the Ray cluster that answers HTTP, by name, address or id (this one)",
     )  # fmt: skip
     _add_queue_flags(parser)
     parser.add_argument(
@@ -88,8 +93,11 @@ def _add_queue_flags(parser: argparse.ArgumentParser) -> None:
 
 def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
     """Load ``model`` as ``args`` say and answer requests until a signal."""
+    from skippy_mesh.gateway.opening import saying_loading
     from skippy_mesh.gateway.server import listen, serve
 
+    if args.gateway_node is not None and not cluster_address(args):
+        raise UsageError("--gateway-node needs a Ray cluster to choose from (--address)")
     settings_of(args)
     rules_of(args, model)
     _admission(args, ceiling=1, num_cells=1)
@@ -97,12 +105,16 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
     lanes = 1 if engine == "baseline" else args.parallel
     with ExitStack() as stack:
         plan = stack.enter_context(planned(args, model, lanes=lanes))
-        sock = stack.enter_context(closing(listen(args.host, args.port)))
-        spec = _gateway_spec(args, model, plan, port=sock.getsockname()[1], engine=engine)
+        sock = None
+        if args.gateway_node is None:
+            sock = stack.enter_context(closing(listen(args.host, args.port)))
+        port = args.port if sock is None else sock.getsockname()[1]
+        spec = _gateway_spec(args, model, plan, port=port, engine=engine)
         if spec.is_open:
             print(_OPEN.format(host=args.host), file=sys.stderr)
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
-        mesh = stack.enter_context(open_mesh(args, model, plan, engine=engine))
+        with nullcontext() if sock is None else saying_loading(sock):
+            mesh = stack.enter_context(open_mesh(args, model, plan, engine=engine))
         limits = _admission(
             args,
             ceiling=mesh.ceiling.value,
@@ -114,15 +126,20 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
             "max_queue_tokens": limits.max_queue_tokens,
         }
         spec = replace(spec, config={**spec.config, **resolved})
-        gateway, url = stack.enter_context(_gateway(spec, mesh, limits, sock, args.mesh_name))
+        gateway, url = stack.enter_context(_gateway(args, spec, mesh, limits, sock))
         serve(gateway, ready_text(mesh, engine, url))
 
 
 @contextmanager
 def _gateway(
-    spec: GatewaySpec, mesh: Mesh, limits: AdmissionLimits, sock: socket.socket, mesh_name: str
+    args: argparse.Namespace,
+    spec: GatewaySpec,
+    mesh: Mesh,
+    limits: AdmissionLimits,
+    sock: socket.socket | None,
 ) -> Iterator[tuple[Running, str]]:
-    """A started gateway and its URL: here where the engine is here, else an actor beside it."""
+    """A started gateway and its URL: here where the engine is here, else an actor on this node, or
+    on the one that was asked for."""
     from coordinator.coordinator import Coordinator, DirectDoorkeeper
     from coordinator.launch import gateway_actor
     from skippy_mesh.gateway.server import GatewayServer
@@ -131,8 +148,11 @@ def _gateway(
         here = GatewayServer(spec)
         yield here, here.start(mesh, DirectDoorkeeper(Coordinator(limits)), sock)
         return
-    sock.close()  # it kept the port: the actor opens it again
-    with gateway_actor(GatewayServer, spec, mesh, limits, mesh_name=mesh_name) as gateway:
+    if sock is not None:
+        sock.close()  # it kept the port: the actor opens it again
+    with gateway_actor(
+        GatewayServer, spec, mesh, limits, mesh_name=args.mesh_name, node=args.gateway_node
+    ) as gateway:
         yield gateway, gateway.start()
 
 
@@ -162,6 +182,7 @@ def _gateway_spec(
         model_name=names_of(args, model)[0],
         api_keys=keys_of(args),
         limits=limits_of(args),
+        drain_s=args.drain_s,
         rules=rules_of(args, model),
         step_log=None if args.step_log is None else str(Path(args.step_log).resolve()),
         counts_steps=engine != "baseline",

@@ -53,6 +53,7 @@ def create_app(
     ``health`` answers at once: None when the mesh can serve. ``exact_reason`` says why ``exact`` is
     false. ``metrics`` renders the page at ``/metrics``, ``status`` is what ``/status`` shows;
     neither waits for the engine. ``on_reject`` gets the code of every refused generation.
+    ``state.refuse_waiting()`` sends away who is in the queue.
     """
     limits, rules, sharing = limits or Limits(), rules or ApiRules(), sharing or Sharing()
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -95,6 +96,7 @@ def create_app(
         "/apply-template": texts.apply_template,
     }.items():  # fmt: skip
         app.add_api_route(path, route, methods=["POST"])
+    app.state.refuse_waiting = generation.refuse_waiting
     return app
 
 

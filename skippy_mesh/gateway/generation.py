@@ -35,7 +35,7 @@ from skippy_mesh.gateway.parsing import BodyParser
 from skippy_mesh.gateway.places import Place, Places
 from skippy_mesh.gateway.prefixes import Sharing
 from skippy_mesh.gateway.prompts import Prompt, Prompts
-from skippy_mesh.gateway.readiness import Readiness
+from skippy_mesh.gateway.readiness import DRAINING, Readiness
 from skippy_mesh.gateway.refusals import Bounds
 from skippy_mesh.gateway.replies import Reply
 from skippy_mesh.gateway.rules import ApiRules
@@ -128,6 +128,10 @@ class Generation:
             )
         aborted, unknown = self._open.abort(body.request_ids, key_id=http.state.key_id)
         return JSONResponse({"aborted": aborted, "unknown": unknown})
+
+    def refuse_waiting(self) -> None:
+        """This server is about to end: who is still in the queue may ask another. Any thread."""
+        self._open.refuse_waiting(DRAINING.error())
 
     async def _complete(self, job: _Job) -> Response:
         self._check(job.body)

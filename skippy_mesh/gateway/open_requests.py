@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from skippy_mesh.gateway.errors import valid_request_id
+from skippy_mesh.gateway.errors import ApiError, valid_request_id
 from skippy_mesh.gateway.token_stream import TokenStream
 
 _REPLY_PREFIXES = ("chatcmpl-", "cmpl-")
@@ -21,7 +21,7 @@ class _Open:
 
 
 class OpenRequests:
-    """Names and aborts. All on the event loop."""
+    """Names and aborts. On the event loop, where nothing else is said."""
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
@@ -45,6 +45,12 @@ class OpenRequests:
         found.tokens = tokens
         if found.is_aborted:
             tokens.end_all()
+
+    def refuse_waiting(self, error: ApiError) -> None:
+        """Whatever is still in the queue gets ``error``. Any thread."""
+        for found in list(self._open.values()):
+            if found.tokens is not None:
+                found.tokens.refuse(error)
 
     def discard(self, request_id: str) -> None:
         self._open.pop(request_id, None)

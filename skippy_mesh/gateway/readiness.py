@@ -75,10 +75,10 @@ class Readiness:
     async def ready(self) -> Response:
         if (problem := self._problem()) is not None:
             reason = _REASONS.get(problem.code, "stage_down")
-            return _not_ready(reason, problem.stage)
+            return not_ready(reason, problem.stage)
         age_s = self._engine.last_token_age_s
         if (age_s is None or age_s > self._window_s) and not await self._has_passed():
-            return _not_ready("probe_failed", None)
+            return not_ready("probe_failed", None)
         return JSONResponse({"status": "ready"})
 
     async def _has_passed(self) -> bool:
@@ -112,7 +112,8 @@ class Readiness:
         return await ended
 
 
-def _not_ready(reason: str, stage: int | None) -> Response:
+def not_ready(reason: str, stage: int | None) -> Response:
+    """What ``/ready`` says while this server is not."""
     body: dict[str, object] = {"status": "not_ready", "reason": reason}
     if stage is not None:
         body["stage"] = stage

@@ -2,7 +2,8 @@
 
 :class:`GatewayServer` is a plain class: an object of the driver where the model is not cut, else an
 actor beside it. :func:`serve` is the driver's part of both. On SIGINT or SIGTERM new requests are
-refused, running ones get a few seconds and are then aborted. A second signal aborts at once.
+refused, and those in the queue; running ones get a few seconds and are then aborted. A second
+signal aborts at once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from stages.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
-_DRAIN_S = 5.0
 _ABORT_S = 10  # for the last events to reach their clients
 _POLL_S = 0.1
 
@@ -82,7 +82,8 @@ class GatewaySpec:
     ``build`` are the labels of ``build_info``, ``config`` what ``/status`` shows of the flags.
     ``step_log`` is there already, so that a gateway that is started again goes on in it.
     ``counts_steps`` is false for an engine that keeps no step records. ``prefix_secret`` is made
-    with the spec, so that a gateway that is started again keeps the namespaces.
+    with the spec, so that a gateway that is started again keeps the namespaces. Told to end, it
+    lets run for ``drain_s`` what runs.
     """
 
     host: str
@@ -97,6 +98,7 @@ class GatewaySpec:
     counts_steps: bool = True
     build: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
+    drain_s: float = 5.0
 
     @property
     def is_open(self) -> bool:
@@ -170,9 +172,10 @@ class GatewayServer:
         self._client = EngineClient(
             mesh.channel, max_model_len=mesh.max_model_len, on_report=self._telemetry.observe
         )
+        self._app = self._new_app()
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self._app(),
+                self._app,
                 log_level="warning",
                 lifespan="off",
                 timeout_graceful_shutdown=_ABORT_S,
@@ -187,8 +190,8 @@ class GatewayServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def stop(self) -> None:
-        """Refuse what is new, let run what runs for a few seconds, then abort it; the second call
-        aborts at once. Does not wait."""
+        """Refuse what is new and what is in the queue, let run what runs for ``drain_s``, then
+        abort it; the second call aborts at once. Does not wait."""
         if self._is_draining:
             threading.Thread(target=self._client.close, name="abort", daemon=True).start()
             return
@@ -224,7 +227,8 @@ class GatewayServer:
         return telemetry
 
     def _drain(self) -> None:
-        deadline_s = time.monotonic() + _DRAIN_S
+        self._app.state.refuse_waiting()
+        deadline_s = time.monotonic() + self._spec.drain_s
         while self._client.num_open and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         # Streams end with a reason. What uvicorn cancels would break off, with a traceback.
@@ -241,7 +245,7 @@ class GatewayServer:
         stalled = self._client.stalled()
         return None if stalled is None else Problem("stalled", stalled)
 
-    def _app(self) -> FastAPI:
+    def _new_app(self) -> FastAPI:
         spec, mesh = self._spec, self._mesh
         return create_app(
             self._client,

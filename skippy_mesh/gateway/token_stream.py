@@ -72,6 +72,7 @@ class TokenStream:
         self._on_start = on_start
         self._on_end = on_end
         self._end_reason: FinishReason = "abort"
+        self._is_waiting = True
         self._stall_timer: asyncio.TimerHandle | None = None
         self._queue_timer: asyncio.TimerHandle | None = None
         self._request_timer: asyncio.TimerHandle | None = None
@@ -99,6 +100,11 @@ class TokenStream:
         if isinstance(item, ApiError):
             raise item
         return item
+
+    def refuse(self, error: ApiError) -> None:
+        """If nothing of it has left the queue, the reader gets ``error``. Any thread."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._refuse, error)
 
     def end(self, index: int, reason: FinishReason) -> None:
         """The reader needs no more of choice ``index``."""
@@ -132,7 +138,12 @@ class TokenStream:
             self._stall_timer.cancel()
             self._stall_timer = None
 
+    def _refuse(self, error: ApiError) -> None:
+        if self._is_waiting and self._open:
+            self._events.put_nowait(error)
+
     def _leave_queue(self) -> None:
+        self._is_waiting = False
         _cancel(self._queue_timer)
         self._on_start()
 

@@ -59,7 +59,7 @@ def flags(cluster, **changed):
     fields = {
         "address": cluster.address, "mesh_name": "planned", "ctx_size": CELLS, "cuts": None,
         "stages": None, "memory_fraction": None, "kv": "q8_0", "exact": "auto", "threads": None,
-        "allow_unproven": False, "spread": False, "prefix_cache": True,
+        "allow_unproven": False, "spread": False, "use_head": False, "prefix_cache": True,
     }  # fmt: skip
     return Namespace(**(fields | changed))
 
@@ -103,3 +103,18 @@ def test_a_cluster_that_lacks_memory_or_cpus_says_so_before_anything_starts(two_
         open_mesh(args, model, found),
     ):
         raise AssertionError("started")
+
+
+def test_stages_that_are_spread_leave_the_head_alone_unless_told(two_nodes, model):
+    """The head keeps the whole cluster: a stage there takes it along."""
+    with planned(flags(two_nodes, spread=True, ctx_size=256), model) as found:
+        (stage,) = found.stages
+        assert (stage.node.is_head, stage.node.num_cpus) == (False, 2)
+    with (
+        pytest.raises(UsageError, match="for each of 2 stages, and there is room on 1"),
+        planned(flags(two_nodes, spread=True, ctx_size=256, stages=2), model),
+    ):
+        raise AssertionError("planned")
+    args = flags(two_nodes, spread=True, use_head=True, ctx_size=256, stages=2)
+    with planned(args, model) as found:
+        assert {stage.node.is_head for stage in found.stages} == {False, True}

@@ -278,3 +278,36 @@ def test_the_age_of_the_queue_is_shown_while_there_is_one() -> None:
         gate.opened.set()
         assert [post.result().status_code for post in posts] == [200, 200]
         assert "queue_oldest" not in client.get("/metrics").text
+
+
+def test_a_server_that_ends_sends_the_queue_away_and_lets_run_what_runs() -> None:
+    gate = Gate()
+    engine = RunningEngine(FakePipeline(on_step=gate), num_lanes=1)
+    app = create_app(
+        engine.client, FakeTokenizer(), FakeGrammars(), model_name="fake", health=lambda: None,
+        places=places_of(), bounds=BOUNDS,
+    )  # fmt: skip
+
+    async def end() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            running = asyncio.create_task(http.post(COMPLETIONS, json=ONCE))
+            while not gate.reached.is_set():
+                await asyncio.sleep(0.001)
+            queued = [
+                asyncio.create_task(http.post(COMPLETIONS, json={**ONCE, "stream": stream}))
+                for stream in (False, True)
+            ]
+            while len(engine.submitted) < 3:
+                await asyncio.sleep(0.001)
+            app.state.refuse_waiting()
+            refused = await asyncio.gather(*queued)
+            gate.opened.set()
+            return [*refused, await running]
+
+    *refused, ran = asyncio.run(end())
+    for reply in refused:
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
+        assert int(reply.headers["Retry-After"]) >= 1
+    assert len(ran.json()["choices"][0]["text"]) == 12
+    engine.stop()
