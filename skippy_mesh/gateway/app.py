@@ -16,6 +16,7 @@ from skippy_mesh.gateway.chat import Tokenizer
 from skippy_mesh.gateway.constraints import GrammarCompiler
 from skippy_mesh.gateway.errors import ApiError, Edge, to_api_error
 from skippy_mesh.gateway.generation import Generation
+from skippy_mesh.gateway.openapi import document
 from skippy_mesh.gateway.parsing import BodyParser
 from skippy_mesh.gateway.places import Places
 from skippy_mesh.gateway.prefixes import Sharing
@@ -85,6 +86,7 @@ def create_app(
         "/version": about.version,
         "/metrics": _page(metrics), "/status": _status(status),
         "/props": about.props,
+        "/openapi.json": _document,
         "/v1/models": about.models, "/v1/models/{name:path}": about.model,
     }.items():  # fmt: skip
         app.add_api_route(path, route, methods=["GET"])
@@ -98,6 +100,10 @@ def create_app(
         app.add_api_route(path, route, methods=["POST"])
     app.state.refuse_waiting = generation.refuse_waiting
     return app
+
+
+async def _document() -> Response:
+    return JSONResponse(document())
 
 
 async def _live() -> Response:

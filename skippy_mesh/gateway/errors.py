@@ -23,9 +23,10 @@ from skippy_mesh.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-PUBLIC_PATHS = frozenset(
-    {"/", "/livez", "/ping", "/health", "/v1/health", "/ready", "/metrics", "/version"}
-)
+PUBLIC_PATHS = frozenset({
+    "/", "/livez", "/ping", "/health", "/v1/health", "/ready", "/metrics", "/version",
+    "/openapi.json",
+})  # fmt: skip
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 RETRY_AFTER_S = 5
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

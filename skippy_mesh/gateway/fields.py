@@ -6,12 +6,22 @@ Only what a client may send is coerced. Anything else is passed on, for pydantic
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from pydantic_core import PydanticCustomError
 
 _MAX_STOP_BYTES = 256
 _MAX_BIAS = 100
+
+
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart]
+Prompts = str | list[int] | list[str | list[int]]
+Biases = dict[str, float | bool] | list[tuple[int, float | bool]]
 
 
 def token_limit(value: Any) -> Any:

@@ -24,7 +24,7 @@ MAX_PROMPTS = 64
 _MAX_BIASES = 1024
 _MAX_TOOLS = 128
 
-TokenLimit = Annotated[int | None, BeforeValidator(fields.token_limit)]
+TokenLimit = Annotated[int | None, BeforeValidator(fields.token_limit, json_schema_input_type=int)]
 
 
 class StreamOptions(Body):
@@ -54,13 +54,16 @@ class GenerationBody(Constrained, Cached):
     n: int = Field(1, ge=1)
     best_of: int | None = None
     priority: int = Field(0, ge=-_MAX_INT32 - 1, le=_MAX_INT32)
-    logit_bias: Annotated[list[tuple[int, float]], BeforeValidator(fields.bias_pairs)] = Field(
-        [], max_length=_MAX_BIASES
-    )
+    logit_bias: Annotated[
+        list[tuple[int, float]],
+        BeforeValidator(fields.bias_pairs, json_schema_input_type=fields.Biases),
+    ] = Field([], max_length=_MAX_BIASES)
     allowed_token_ids: list[int] | None = Field(None, min_length=1)
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
-    stop: Annotated[list[str], BeforeValidator(fields.list_of_stops)] = Field([], max_length=16)
+    stop: Annotated[
+        list[str], BeforeValidator(fields.list_of_stops, json_schema_input_type=str | list[str])
+    ] = Field([], max_length=16)
     include_stop_str_in_output: bool = False
     stop_token_ids: list[int] = Field([], max_length=64)
     stream: bool = False
@@ -149,7 +152,9 @@ class GenerationBody(Constrained, Cached):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(fields.text_of_parts)] = ""
+    content: Annotated[
+        str, BeforeValidator(fields.text_of_parts, json_schema_input_type=fields.Content)
+    ] = ""
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -219,7 +224,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[
         list[str | list[int]],
         Field(min_length=1, max_length=MAX_PROMPTS),
-        BeforeValidator(fields.prompts_of),
+        BeforeValidator(fields.prompts_of, json_schema_input_type=fields.Prompts),
     ]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False

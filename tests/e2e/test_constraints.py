@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
-import uvicorn
 from openai import BadRequestError, OpenAI
 
-from coordinator.launch import mesh
-from skippy_mesh.client import EngineClient
-from skippy_mesh.config import ContextConfig, EngineSettings, specs_of
-from skippy_mesh.gateway.app import create_app
-from stages.grammar_compiler import GrammarCompiler
-from stages.tokenizer import Tokenizer
-from tests.crowd import Made
-from tests.engines import BOUNDS, places_of
+from tests.gateways import served
 
-CONTEXT = ContextConfig(num_cells=4096, num_lanes=16, max_rows=256, num_threads=1)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -37,34 +24,6 @@ SCHEMA = {
     "required": ["id", "is", "at"],
     "additionalProperties": False,
 }
-
-
-@contextmanager
-def served(model: Made) -> Iterator[str]:
-    """The URL of a gateway in this process."""
-    specs = specs_of(model.path, model.model.num_layers, (), CONTEXT)
-    with (
-        mesh(specs, EngineSettings(running=16)) as running,
-        closing(EngineClient(running.channel, max_model_len=1024)) as client,
-        closing(GrammarCompiler(str(model.path))) as grammars,
-    ):
-        tokenizer = Tokenizer(str(model.path))
-        app = create_app(
-            client, tokenizer, grammars, model_name="tiny", health=lambda: None,
-            places=places_of(), bounds=BOUNDS,
-        )  # fmt: skip
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,9 @@ def test_the_role_is_said_once_for_each_choice(client: httpx.Client) -> None:
     assert sorted(roles) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("prompts", [["a b", "c"], [[BOS, *b"a b"], [BOS, *b"c"]], ["a b", [BOS, 99]]])
+@pytest.mark.parametrize(
+    "prompts", [["a b", "c"], [[BOS, *b"a b"], [BOS, *b"c"]], ["a b", [BOS, 99]]]
+)
 def test_prompts_are_answered_in_their_order(client: httpx.Client, prompts: Any) -> None:
     alone = [
         ask(client, COMPLETIONS, ONCE, prompt=prompt, temperature=1.0, seed=40 + i)
@@ -145,10 +147,8 @@ def test_a_choice_that_stops_early_is_freed_while_the_others_run() -> None:
     """Each choice stops at its own place, where its text says so."""
     engine = RunningEngine(FakePipeline())
     with serving(engine=engine) as client:
-        whole = [
-            shown(ask(client, CHAT, HELLO, max_tokens=40, temperature=1.0, seed=40 + i)["choices"][0])
-            for i in range(2)
-        ]  # fmt: skip
+        long = {**HELLO, "max_tokens": 40, "temperature": 1.0}
+        whole = [shown(ask(client, CHAT, long, seed=40 + i)["choices"][0]) for i in range(2)]
         stop = next(char for char in whole[0] if char not in whole[1])
         engine.aborted.clear()
         group = ask(client, CHAT, HELLO, max_tokens=40, n=2, stop=stop, **WARM)

@@ -96,9 +96,7 @@ def test_a_chat_is_tokenised_as_it_is_generated_from(client: httpx.Client) -> No
     assert found["tokens"] == reply["prompt_token_ids"]
     applied = post(client, "/apply-template", MESSAGES)
     assert applied["count"] == found["count"]
-    assert applied["prompt"] == (
-        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert applied["prompt"] == ("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
     again = post(client, "/tokenize", {"content": applied["prompt"]})
     assert again["tokens"] == found["tokens"]
 
@@ -294,9 +292,7 @@ def test_a_request_of_another_key_is_unknown() -> None:
         mine = {"X-Api-Key": "a", "X-Request-Id": "mine"}
         running = pool.submit(client.post, CHAT, json=HELLO, headers=mine)
         assert gate.reached.wait(60)
-        reply = client.post(
-            "/v1/abort", json={"request_ids": ["mine"]}, headers={"X-Api-Key": "b"}
-        )
+        reply = client.post("/v1/abort", json={"request_ids": ["mine"]}, headers={"X-Api-Key": "b"})
         assert reply.json() == {"aborted": [], "unknown": ["mine"]}
         gate.opened.set()
         assert running.result().json()["choices"][0]["finish_reason"] == "length"

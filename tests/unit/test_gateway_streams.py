@@ -9,6 +9,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -148,6 +149,46 @@ def test_a_reader_that_stops_reading_is_ended_and_blocks_nobody() -> None:
         assert len(sent) == 3, "the stalled reader was not told more than it took"
     finally:
         engine.stop()
+
+
+class Watched(Slow):
+    """Remembers at each step how many sequences hold cells, and how many were told to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+        self.look: Callable[[], tuple[int, int]] = lambda: (0, 0)
+
+    def __call__(self, batch: StepBatch) -> None:
+        self.seen.append(self.look())
+        super().__call__(batch)
+
+
+def test_of_forty_readers_twenty_leave_and_two_steps_later_their_cells_are_free() -> None:
+    watched = Watched()
+    pipeline = FakePipeline(on_step=watched)
+    engine = RunningEngine(pipeline, num_lanes=40)
+    watched.look = lambda: (len(pipeline.histories), len(engine.aborted))
+    all_read = threading.Barrier(40)
+
+    def read(number: int) -> int:
+        with stream(client, max_tokens=200, ignore_eos=True) as response:
+            lines = response.iter_lines()
+            next(lines)
+            all_read.wait(60)
+            return 0 if number % 2 else sum(line.startswith("data: {") for line in lines)
+
+    with (
+        serving(engine=engine, places=places_of(ceiling=40)) as client,
+        ThreadPoolExecutor(40) as pool,
+    ):
+        found = list(pool.map(read, range(40)))
+        assert found == [199, 0] * 20
+        eventually(lambda: engine.client.num_open == 0 and pipeline.histories == {})
+    first = next(at for at, (_, ended) in enumerate(watched.seen) if ended >= 20)
+    # The step under way, and one more that could be planned before the last was heard of.
+    assert max(held for held, _ in watched.seen[first + 3 :]) <= 20
+    assert max(held for held, _ in watched.seen[:first]) == 40
 
 
 def test_many_readers_that_leave_at_any_moment_leave_nothing_behind() -> None:

@@ -124,7 +124,9 @@ def test_only_a_stop_token_of_the_client_is_named() -> None:
         assert (delta.text, delta.stop_reason) == ("", named)
 
 
-def stream_of(calls: list[str], *, limits: Limits | None = None, num_choices: int = 1) -> TokenStream:
+def stream_of(
+    calls: list[str], *, limits: Limits | None = None, num_choices: int = 1
+) -> TokenStream:
     return TokenStream(
         limits or Limits(),
         num_choices=num_choices,
