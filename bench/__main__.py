@@ -12,6 +12,7 @@ from skippy_mesh.errors import SkippyError
 COMMANDS = {
     "stage": "one stage's cost per step, without a server",
     "gap": "the longest pause in answers beside long prompts",
+    "lag": "how soon a sampled token reaches its client",
     "sweep": "throughput, latency and memory against the number of clients",
     "serve": "ours against llama-server and llama.cpp RPC, in paired rounds, with targets",
     "prefix": "what a shared system prompt saves, against computing it and against llama-server",

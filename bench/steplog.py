@@ -19,6 +19,7 @@ class Step:
     compute_s: tuple[float, ...]  # of each stage
     scheduler_s: float
     step_s: float
+    answered_s: float  # on this machine's monotonic clock, if the engine is here
     prefill_tokens: int
     decode_tokens: int
     recompute_tokens: int
@@ -33,6 +34,7 @@ def read_step(line: str) -> Step:
         compute_s=tuple(ms / 1e3 for ms in entry["stage_ms"]),
         scheduler_s=entry["plan_ms"] / 1e3,
         step_s=entry["step_ms"] / 1e3,
+        answered_s=entry["answered_s"],
         active_cells=tuple(
             {name: states["active"] for name, states in stage.items()} for stage in entry["kv"]
         ),

@@ -197,7 +197,8 @@ class Engine:
         if plan.parts:
             self._scheduler_s += self._clock() - answered_s
             step_s = answered_s - started_s
-            self._say(self._record(plan, result, step_s), admitted=plan.admitted)
+            record = self._record(plan, result, step_s, answered_s)
+            self._say(record, admitted=plan.admitted)
             self._scheduler_s = 0.0
             self.scheduler.observe(plan, step_s=step_s, now_s=answered_s)
         else:  # ids have come back
@@ -274,7 +275,9 @@ class Engine:
         elif events:
             self._report(StepReport(tuple(events), state=self.scheduler.snapshot()))
 
-    def _record(self, plan: Plan, result: StepResult, step_s: float) -> StepRecord:
+    def _record(
+        self, plan: Plan, result: StepResult, step_s: float, answered_s: float
+    ) -> StepRecord:
         num_recompute_output = plan.num_recompute_output
         prefixes = self.scheduler.take_prefix_counts()
         return StepRecord(
@@ -297,6 +300,7 @@ class Engine:
             batches_in_flight=len(self._pending) + 1,
             step_s=step_s,
             scheduler_s=self._scheduler_s,
+            answered_s=answered_s,
             stages=result.stages,
         )
 

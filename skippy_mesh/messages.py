@@ -192,7 +192,8 @@ class StepRecord:
     ``admitted``, ``resumed`` and ``preempted`` count this step's sequences; each admission is a
     prefix hit or a miss for a reason, evictions have one, too. ``state`` is the
     scheduler's after the step. ``step_s`` is from plan to sampled tokens through all stages,
-    ``scheduler_s`` the host's time to plan and commit.
+    ``scheduler_s`` the host's time to plan and commit. The answer was there at ``answered_s`` on
+    the engine's clock.
     """
 
     epoch: int
@@ -214,6 +215,7 @@ class StepRecord:
     batches_in_flight: int
     step_s: float
     scheduler_s: float
+    answered_s: float
     stages: tuple[StageTime, ...]
 
     @property

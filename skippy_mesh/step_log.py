@@ -66,7 +66,8 @@ def step_line(
 ) -> dict[str, object]:
     """The line of one step; ``stage_ms``, ``wait_ms`` and ``kv`` are lists over the stages.
 
-    ``admitted`` includes those resumed, ``finished`` those cancelled.
+    ``admitted`` includes those resumed, ``finished`` those cancelled. ``answered_s`` is on the
+    clock of the engine's machine.
     """
     state = record.state
     return {
@@ -88,6 +89,7 @@ def step_line(
         "prefix_hits": record.prefix_hits,
         "prefix_misses": sum(record.prefix_misses.values()),
         "prefix_hit_tokens": record.prefix_hit_tokens,
+        "answered_s": round(record.answered_s, 6),
         "step_ms": _ms(record.step_s),
         "plan_ms": _ms(record.scheduler_s),
         "stage_ms": [_ms(stage.compute_s) for stage in record.stages],

@@ -69,6 +69,7 @@ def step_line(**knobs: Any) -> str:
         "stage_ms": [300.0, 400.0],
         "wait_ms": [100.0, 0.0],
         "plan_ms": 10.0,
+        "answered_s": 7.25,
         "step_ms": 700.0,
         "running": 8,
         "waiting": 3,

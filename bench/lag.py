@@ -1,0 +1,86 @@
+"""From token to client: ``python -m bench lag``.
+
+How long after the last stage's answer a token's chunk is with its client, over a real socket, as a
+share of the step that sampled it. N clients stream at once; each chunk belongs to the last step that
+was answered before it came, by the step log, whose clock is this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from bench.gap import times_of
+from bench.load import Workload
+from bench.machine import commit, machine_facts
+from bench.servers import mesh_command, running
+from bench.steplog import Step, StepLog
+
+LEVELS = (1, 8, 32)
+TARGET_SHARE = 0.05  # at N = 1
+
+
+async def stream_all(url: str, workload: Workload, num_clients: int) -> list[float]:
+    """When each chunk of all answers came."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        found = await asyncio.gather(*(times_of(client, workload, k) for k in range(num_clients)))
+    return sorted(time_s for times in found for time_s in times)
+
+
+def lags_of(arrivals_s: Sequence[float], answers_s: Sequence[float]) -> list[float]:
+    """How long after an answer each chunk came; one that came before any has none."""
+    found = [(at, bisect_right(answers_s, at)) for at in arrivals_s]
+    return [at - answers_s[place - 1] for at, place in found if place]
+
+
+def summary(arrivals_s: Sequence[float], steps: Sequence[Step]) -> dict[str, float]:
+    lags = sorted(lags_of(arrivals_s, sorted(step.answered_s for step in steps)))
+    decodes = [step.step_s for step in steps if not step.prefill_tokens]
+    step_s = statistics.median(decodes)
+    lag_s = statistics.median(lags)
+    return {
+        "chunks": len(lags),
+        "step_ms": round(1e3 * step_s, 3),
+        "p50_lag_ms": round(1e3 * lag_s, 3),
+        "p99_lag_ms": round(1e3 * lags[int(0.99 * (len(lags) - 1))], 3),
+        "p50_share": round(lag_s / step_s, 4),
+    }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench lag", description=__doc__)
+    parser.add_argument("model", nargs="?", default="demo", help="a GGUF file (%(default)s)")
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2, help="per stage (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer (%(default)s)")
+    args = parser.parse_args(argv)
+    found: dict[int, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "steps"
+        command = mesh_command(
+            args.model, stages=args.stages, engine="mesh", num_cells=16384,
+            num_threads=args.threads,
+        )  # fmt: skip
+        with running("skippy_mesh", [*command, "--step-log", str(log)]) as server:
+            for level in LEVELS:
+                steps = StepLog(log)
+                workload = Workload(
+                    prompt_tokens=32, output_tokens=args.tokens, seed=f"lag-{level}"
+                )
+                arrivals_s = asyncio.run(stream_all(server.url, workload, level))
+                found[level] = summary(arrivals_s, steps.steps())
+    for level, row in found.items():
+        print(f"N={level:<3}", "  ".join(f"{name} {value}" for name, value in row.items()))
+    share = found[1]["p50_share"]
+    print(f"share at N=1: {share:.1%}, target under {TARGET_SHARE:.0%}")
+    print(json.dumps({"machine": machine_facts(), "commit": commit(), "levels": found}))
+    return 0 if share < TARGET_SHARE else 1
