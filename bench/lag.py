@@ -1,8 +1,8 @@
 """From token to client: ``python -m bench lag``.
 
-How long after the last stage's answer a token's chunk is with its client, over a real socket, as a
-share of the step that sampled it. N clients stream at once; each chunk belongs to the last step that
-was answered before it came, by the step log, whose clock is this machine's.
+How long after the last stage's answer a token's chunk is with its client, over a real socket, as
+a share of the step that sampled it. N clients stream at once; each chunk belongs to the last step
+that was answered before it came, by the step log, whose clock is this machine's.
 """
 
 from __future__ import annotations

@@ -299,7 +299,8 @@ def test_the_step_log_has_the_contracts_keys(tmp_path: Path) -> None:
         "prefill_tokens": 60, "decode_tokens": 3, "recompute_tokens": 14,
         "kv": [{"attention": store}, {"attention": {**store, "free": 4202}, "window": store}],
         "prefix_hits": 2, "prefix_misses": 3, "prefix_hit_tokens": 70,
-        "answered_s": 7.25, "step_ms": 100.0, "plan_ms": 0.4, "stage_ms": [40.0, 50.0], "wait_ms": [10.0, 20.0],
+        "answered_s": 7.25, "step_ms": 100.0, "plan_ms": 0.4,
+        "stage_ms": [40.0, 50.0], "wait_ms": [10.0, 20.0],
     }  # fmt: skip
     assert (second["step_id"], second["finished"], second["cancelled"]) == (6, 0, 0)
 
