@@ -8,6 +8,7 @@ process, is refused before the call, and every return code of ``llama_decode`` h
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -70,7 +71,8 @@ class StageContext:
     families take decode rows or one lane's chunk in a step, never both. ``profile`` is the whole
     mesh's. ``weights_of`` shares another's loaded weights, and must be closed before it. With
     ``stop_after_layers``, not on the last stage, the hidden states are those behind so many layers
-    and the rest is not computed.
+    and the rest is not computed. A last stage that ``keeps_hidden`` has those of its outputs in
+    ``hidden`` after each decode.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class StageContext:
         profile: Profile = PLAIN,
         weights_of: StageContext | None = None,
         stop_after_layers: int | None = None,
+        keeps_hidden: bool = False,
     ):
         load_library()
         allow_tiled_kernels(profile.tiled)
@@ -100,8 +103,11 @@ class StageContext:
         self.num_layers: int = llama_cpp.llama_model_n_layer(self._model)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.num_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
-        last = "" if is_last else f"l_out-{(stop_after_layers or self.num_layers) - 1}"
-        self._tap = _new_tap(last, restored) if last or restored else None
+        self.keeps_hidden = keeps_hidden
+        self._taps_rows = keeps_hidden or not is_last
+        self.hidden = _NO_ROWS
+        last = f"l_out-{(stop_after_layers or self.num_layers) - 1}" if self._taps_rows else ""
+        self._tap = _new_tap(last, restored, goes_on=is_last) if last or restored else None
         # Beside the lanes: the grave of stages/memory.py, then the lanes of padding rows.
         self.num_lanes = config.num_lanes + config.num_residents
         self._scratch_lanes = range(self.num_lanes + 1, self.num_lanes + profile.pad)
@@ -162,8 +168,9 @@ class StageContext:
         if code:
             raise self._dropped(reached, f"llama_decode returned {code}: {last_error()}")
         try:
-            hidden = self._tapped(len(inputs))[: rows.num_rows] if self._tap else _NO_ROWS
-            return self._logits(rows) if self._is_last else hidden
+            if self._tap:
+                self._take_rows(rows, padding, len(inputs))
+            return self._logits(rows) if self._is_last else self.hidden
         except RuntimeError as error:
             raise self._dropped(reached, str(error)) from error
 
@@ -300,17 +307,28 @@ class StageContext:
             self._views[address, num_rows] = view
         return view
 
+    def _take_rows(self, rows: Rows, padding: Padding, num_inputs: int) -> None:
+        """The last layer's rows become ``hidden``. Behind it a last stage computes outputs only."""
+        if not self._is_last:
+            self.hidden = self._tapped(num_inputs)[: rows.num_rows]
+        elif not self._taps_rows:
+            self._tapped(0)
+        else:
+            own = list(itertools.compress(itertools.count(), rows.outputs))
+            flagged = sorted((*own, *padding.outputs))
+            self.hidden = self._tapped(len(flagged))[np.isin(flagged, own)]
+
     def _tapped(self, num_rows: int) -> Floats:
-        """The last layer's rows, none on the last stage. RuntimeError unless every node the tap
-        waits for came by exactly once: a node that llama.cpp renamed must not pass unseen."""
+        """The last layer's rows. RuntimeError unless every node the tap waits for came by exactly
+        once: a node that llama.cpp renamed must not pass unseen."""
         llama_cpp.llama_synchronize(self._context)
         num_bytes, failed = ctypes.c_size_t(), ctypes.c_int()
         num_fired, num_restored = ctypes.c_long(), ctypes.c_long()
         references = map(ctypes.byref, (num_bytes, num_fired, num_restored, failed))
         address = tap_library().tap_rows(self._tap, *references)
-        expected = 0 if self._is_last else num_rows * self.num_embd * 4
+        expected = num_rows * self.num_embd * 4
         seen = (num_bytes.value, num_fired.value, num_restored.value, failed.value)
-        if seen != (expected, not self._is_last, self._restores_input, 0):
+        if seen != (expected, self._taps_rows, self._restores_input, 0):
             raise RuntimeError(f"the tap saw (bytes, rows, inputs, errors) {seen}")
         hidden = np.empty((expected // (4 * self.num_embd), self.num_embd), np.float32)
         ctypes.memmove(hidden.ctypes.data, address, expected)
@@ -327,7 +345,7 @@ class StageContext:
             raise AssertionError("a context belongs to the thread that built it, until closed")
 
 
-def _new_tap(last: str, restored: str) -> int:
+def _new_tap(last: str, restored: str, *, goes_on: bool) -> int:
     base = ggml_base()
     functions = (
         base.ggml_get_name,
@@ -336,7 +354,7 @@ def _new_tap(last: str, restored: str) -> int:
         base.ggml_backend_tensor_set,
     )
     tap: int | None = tap_library().tap_new(
-        *map(address_of, functions), last.encode(), restored.encode()
+        *map(address_of, functions), last.encode(), restored.encode(), goes_on
     )
     if not tap:
         raise RuntimeUnavailableError(f"the tap for {last or restored} could not be created")

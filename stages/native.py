@@ -101,7 +101,7 @@ def tap_library() -> ctypes.CDLL:
     tap = ctypes.CDLL(spec.origin)
     pointer = ctypes.c_void_p
     tap.tap_new.restype = pointer
-    tap.tap_new.argtypes = [pointer] * 4 + [ctypes.c_char_p] * 2
+    tap.tap_new.argtypes = [pointer] * 4 + [ctypes.c_char_p] * 2 + [ctypes.c_bool]
     tap.tap_free.argtypes = [pointer]
     tap.tap_begin.argtypes = [pointer, pointer, ctypes.c_size_t]
     tap.tap_rows.restype = pointer

@@ -35,7 +35,7 @@ _NUM_CELLS = 256
 _CHUNK = 4  # a multiple of every pad, so that recurrent families take it whole
 # Who leaves had as many cells: reused too early, they take in the subject's next three rows.
 _NUM_LEFT = 3 * _CHUNK
-_VERSION = 4
+_VERSION = 5
 
 
 def failure_of(context: StageContext, *, is_recurrent: bool, crowds: Sequence[int]) -> str | None:
@@ -102,6 +102,8 @@ class _Subject:
         flags = [lane != 0 or row == len(lanes) - 1 or lanes[row + 1] != 0
                  for row, lane in enumerate(lanes)]  # fmt: skip
         output = self._context.decode(Rows(lanes, places, flags, inputs))
+        if self._context.keeps_hidden:
+            output = np.hstack([output, self._context.hidden])
         kept = lanes if len(output) == len(lanes) else list(itertools.compress(lanes, flags))
         mine: Floats = output[np.array([lane == 0 for lane in kept], bool)].copy()
         return mine

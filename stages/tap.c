@@ -4,7 +4,8 @@
  * step, so it must be native code. Two names matter:
  *
  *   last      "l_out-<n>", the last layer's residual, on every stage but the last: its rows are
- *             copied out and the graph stops there, so the output head is never computed.
+ *             copied out and the graph stops there, so the output head is never computed. The
+ *             self-test also looks at them on the last stage: there the graph goes on.
  *   restored  a tensor that stands for the host's input rows but is not equal to them: those rows
  *             times a constant, on later stages of families that scale their input, or embeddings
  *             of token ids where llama.cpp takes no rows. The host's own rows are written over it,
@@ -31,6 +32,7 @@ typedef struct {
     void (*set)(void *tensor, const void *data, size_t offset, size_t size);
     char last[NAME_BYTES];
     char restored[NAME_BYTES];
+    bool goes_on;
     const void *input;
     size_t input_bytes;
     char *rows;
@@ -43,7 +45,7 @@ typedef struct {
 
 /* Empty names switch that half off. Returns NULL when out of memory or a name is too long. */
 tap_t *tap_new(void *get_name, void *num_bytes, void *get, void *set, const char *last,
-               const char *restored) {
+               const char *restored, bool goes_on) {
     if (strlen(last) >= NAME_BYTES || strlen(restored) >= NAME_BYTES) return NULL;
     tap_t *tap = calloc(1, sizeof *tap);
     if (!tap) return NULL;
@@ -53,6 +55,7 @@ tap_t *tap_new(void *get_name, void *num_bytes, void *get, void *set, const char
     tap->set = (void (*)(void *, const void *, size_t, size_t))set;
     strcpy(tap->last, last);
     strcpy(tap->restored, restored);
+    tap->goes_on = goes_on;
     return tap;
 }
 
@@ -114,5 +117,5 @@ bool tap_eval(void *tensor, bool ask, void *user_data) {
         tap->failed = TAP_NO_MEMORY;
     }
     tap->num_fired++;
-    return false;
+    return tap->goes_on;
 }

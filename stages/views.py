@@ -3,12 +3,15 @@
 Which kernel multiplies a matrix is a matter of its type and shape, so a layer says nothing that
 another one with the same tensors and the same memory has not said. There are two views:
 
-* hidden states: the loaded stage itself, its graph stopped as soon as every kind has been. Nothing
-  is copied, and the weights are the very ones that will serve. Where a run of layers further on is
-  shorter than that beginning, a slice of the run instead;
 * logits, on the last stage: the head cannot be reached without the layers before it, so a slice of
   the last layers and the head. The head's height enters the choice of a kernel by what divides it
-  and by each thread's having a share, so some of its rows stand for all.
+  and by each thread's having a share, so some of its rows stand for all. The hidden states before
+  the head are looked at, too: a quantised head rounds away most of what differs, until one day it
+  does not;
+* hidden states, for the kinds of layers that the logits have not seen: the loaded stage itself, its
+  graph stopped as soon as every kind has been. Nothing is copied, and the weights are the very ones
+  that will serve. Where a run of layers further on is shorter than that beginning, a slice of the
+  run instead.
 
 Slices are cut for the occasion. A view is a function from the self-test's configuration to a
 context that closes itself.
@@ -17,7 +20,7 @@ context that closes itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +39,19 @@ _HEAD_ROWS = 4096
 
 
 def shortest_run(
-    signatures: Sequence[Hashable], is_legal: Callable[[int, int], bool]
+    signatures: Sequence[Hashable],
+    is_legal: Callable[[int, int], bool],
+    *,
+    seen: Collection[Hashable] = (),
 ) -> tuple[int, int]:
-    """The shortest [lo, hi) that holds every one of ``signatures``, and of those the first.
+    """The shortest [lo, hi) that holds every one of ``signatures`` but those ``seen``, and of such
+    runs the first; (0, 0) if all were seen.
 
     The beginning needs no slice of its own; any other run must be legal.
     """
-    needed, total = set(signatures), len(signatures)
+    needed, total = set(signatures).difference(seen), len(signatures)
+    if not needed:
+        return 0, 0
     for length in range(len(needed), total):
         for lo in range(total - length + 1):
             if needed <= set(signatures[lo : lo + length]) and (
@@ -111,22 +120,26 @@ class Loaded:
 
 
 def views_of(stage: Loaded) -> list[View]:
-    """The hidden states of every stage, and the logits of the last.
-
-    The last stage, too, is asked for its hidden states: a quantised head rounds away most of what
-    differs, until one day it does not.
-    """
-    views = [_hidden_states, _logits] if stage.spec.is_last else [_hidden_states]
-    return [functools.partial(view, stage) for view in views]
+    """The logits of the last stage, and of every stage the hidden states these do not show."""
+    own, end = stage.spec.first_layer, stage.spec.end_layer
+    signatures = layer_signatures(stage.model, own, end)
+    views: list[View] = []
+    seen: Sequence[Hashable] = ()
+    if stage.spec.is_last:
+        first = first_layer_of_head(end, own, stage.can_cut)
+        views.append(functools.partial(_logits, stage, first))
+        seen = signatures[first - own :]
+    lo, hi = shortest_run(signatures, lambda lo, hi: stage.can_cut(own + lo, own + hi), seen=seen)
+    if hi:
+        views.append(functools.partial(_hidden_states, stage, lo, hi))
+    return views
 
 
 @contextmanager
-def _hidden_states(stage: Loaded, config: ContextConfig) -> Iterator[StageContext]:
-    own, end = stage.spec.first_layer, stage.spec.end_layer
-    lo, hi = shortest_run(
-        layer_signatures(stage.model, own, end),
-        lambda lo, hi: stage.can_cut(own + lo, own + hi),
-    )
+def _hidden_states(
+    stage: Loaded, lo: int, hi: int, config: ContextConfig
+) -> Iterator[StageContext]:
+    own = stage.spec.first_layer
     context = _of_slice(stage, config, own + lo, own + hi, is_last=False) if lo else None
     if context is None:
         # With no room for a file, all layers up to that run's end: they hold it.
@@ -138,9 +151,9 @@ def _hidden_states(stage: Loaded, config: ContextConfig) -> Iterator[StageContex
 
 
 @contextmanager
-def _logits(stage: Loaded, config: ContextConfig) -> Iterator[StageContext]:
+def _logits(stage: Loaded, first: int, config: ContextConfig) -> Iterator[StageContext]:
+    """Of the layers from ``first`` on."""
     own, end = stage.spec.first_layer, stage.spec.end_layer
-    first = first_layer_of_head(end, own, stage.can_cut)
     context = _of_slice(stage, config, first, end, is_last=True) if first > own else None
     if context is None:
         context = _of_stage(stage, config, is_last=True)
@@ -157,6 +170,7 @@ def _of_stage(
     return new_context(
         stage.model, stage.path, config, first_layer=stage.spec.first_layer, is_last=is_last,
         profile=stage.profile, weights_of=stage.context, stop_after_layers=num_layers,
+        keeps_hidden=is_last,
     )  # fmt: skip
 
 
@@ -169,8 +183,9 @@ def _of_slice(
         if path is None:
             return None
         return new_context(
-            stage.model, path, config, first_layer=lo, is_last=is_last, profile=stage.profile
-        )
+            stage.model, path, config, first_layer=lo, is_last=is_last, profile=stage.profile,
+            keeps_hidden=is_last,
+        )  # fmt: skip
 
 
 def new_context(
@@ -183,6 +198,7 @@ def new_context(
     profile: Profile,
     weights_of: StageContext | None = None,
     stop_after_layers: int | None = None,
+    keeps_hidden: bool = False,
 ) -> StageContext:
     """A context over ``path``, the slice of ``model`` that begins at ``first_layer``."""
     return StageContext(
@@ -195,6 +211,7 @@ def new_context(
         profile=profile,
         weights_of=weights_of,
         stop_after_layers=stop_after_layers,
+        keeps_hidden=keeps_hidden,
     )
 
 

@@ -9,6 +9,7 @@ import gc
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp
@@ -26,6 +27,7 @@ from skippy_mesh.errors import (
 from skippy_mesh.messages import MAX_LANES, Copy, Remove
 from stages.batch import Rows
 from stages.context import StageContext
+from stages.profile import PLAIN
 from tests.models import make_llama
 from tests.reference import assert_same_bits
 
@@ -45,8 +47,8 @@ def model(tmp_path_factory):
 def opened(model):
     contexts = []
 
-    def opened(config=CONFIG, *, is_last=True):
-        contexts.append(StageContext(model, config, is_last=is_last))
+    def opened(config=CONFIG, *, is_last=True, **options):
+        contexts.append(StageContext(model, config, is_last=is_last, **options))
         return contexts[-1]
 
     yield opened
@@ -389,6 +391,7 @@ from pathlib import Path
 from skippy_mesh.config import ContextConfig
 from skippy_mesh.errors import RuntimeUnavailableError
 from stages.context import StageContext
+from stages.profile import PLAIN
 path = Path(sys.argv[1])
 small = ContextConfig(num_cells=256, num_threads=1)
 StageContext(path, small, is_last=False).close()
@@ -440,6 +443,7 @@ import itertools, sys
 from pathlib import Path
 from skippy_mesh.config import ContextConfig
 from stages.context import StageContext
+from stages.profile import PLAIN
 from stages.profile import Profile
 for num_lanes, max_rows, pad in itertools.product((1, 8, int(sys.argv[2])), (1, 7, 256), (1, 2, 4)):
     config = ContextConfig(num_cells=256, num_lanes=num_lanes, max_rows=max_rows)
@@ -459,3 +463,18 @@ def test_any_number_of_lanes_and_rows_makes_a_context(model):
 def test_lanes_that_the_library_cannot_number_are_refused():
     with pytest.raises(UsageError, match="from 1 to 252"):
         ContextConfig(num_lanes=MAX_LANES - NUM_SPARE_LANES + 1)
+
+
+@pytest.mark.parametrize("pad", [1, 4])
+def test_a_last_stage_can_show_the_states_before_its_head(opened, pad):
+    """The self-test looks at both in one step; whose graph stops there is the other stages'."""
+    profile = replace(PLAIN, pad=pad)
+    plain, inner = opened(profile=profile), opened(is_last=False, profile=profile)
+    shown = opened(profile=profile, keeps_hidden=True)
+    for step in (
+        joined(rows(0, 0, 5), rows(1, 0, 3), rows(2, 0, 1)),
+        joined(rows(1, 3, 4), rows(0, 5, 6)),
+    ):
+        assert_same_bits(shown.decode(step), plain.decode(step))
+        flagged = np.flatnonzero(step.outputs)
+        assert_same_bits(shown.hidden, inner.decode(step)[flagged])

@@ -86,8 +86,8 @@ def test_the_comparison_sees_a_tap_one_layer_early(tmp_path, monkeypatch):
     monkeypatch.setattr(
         context,
         "_new_tap",
-        lambda last, restored: real(
-            last and f"l_out-{max(int(last.split('-')[1]) - 1, 0)}", restored
+        lambda last, restored, **options: real(
+            last and f"l_out-{max(int(last.split('-')[1]) - 1, 0)}", restored, **options
         ),
     )
     found = logits_of(path, 6, (3,), steps)

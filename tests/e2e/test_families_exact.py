@@ -115,8 +115,9 @@ def test_activation_handoff_matches_full_model(made, shared_cache, monkeypatch, 
         batch = step_of(0, [(0, at) for at in range(count)], {0: tokens})
         handed_over = pipeline._workers[0].compute(batch)
     monkeypatch.setattr(
-        stage_context, "_new_tap", lambda _, restored: new_tap(f"l_out-{cut - 1}", restored)
-    )
+        stage_context, "_new_tap",
+        lambda _, restored, **options: new_tap(f"l_out-{cut - 1}", restored, **options),
+    )  # fmt: skip
     full = StageContext(
         model.path,
         CONTEXT,
@@ -282,11 +283,11 @@ def test_an_input_scaled_twice_is_seen(made, probed_cache, monkeypatch):
 def test_a_tap_one_layer_early_is_seen(made, probed_cache, monkeypatch, family):
     new_tap = stage_context._new_tap
 
-    def early(last, restored):
+    def early(last, restored, **options):
         # The self-test may stop at layer 0, which has none before it; the stages here go further.
         if last and last != "l_out-0":
             last = f"l_out-{int(last.removeprefix('l_out-')) - 1}"
-        return new_tap(last, restored)
+        return new_tap(last, restored, **options)
 
     monkeypatch.setattr(stage_context, "_new_tap", early)
     model = made(family, "q8_0")

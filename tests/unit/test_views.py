@@ -50,6 +50,22 @@ def test_the_shortest_run_holds_every_kind(kinds: str, expected: tuple[int, int]
     assert shortest_run(kinds, anything) == expected
 
 
+@pytest.mark.parametrize(
+    ("kinds", "seen", "expected"),
+    [
+        ("aaaa", "a", (0, 0)),
+        ("hhhhllhl", "l", (0, 1)),
+        ("hhhhllhl", "h", (4, 5)),
+        ("hhhhllhl", "lh", (0, 0)),
+        ("abca", "a", (1, 3)),
+    ],
+)
+def test_what_the_logits_have_shown_is_not_looked_at_again(
+    kinds: str, seen: str, expected: tuple[int, int]
+) -> None:
+    assert shortest_run(kinds, anything, seen=seen) == expected
+
+
 def test_what_cannot_be_cut_is_not_chosen() -> None:
     # The beginning is no slice of its own: it is the loaded stage, stopped early.
     assert shortest_run("hhhhll", nothing) == (0, 5)
