@@ -137,8 +137,11 @@ class StageWorker:
             model=model, spec=replace(spec, context=fitting), profile=profile, path=path,
             context=context,
         )  # fmt: skip
+        why_inexact = _why_unprovable(loaded)
+        key = _verdict_key(loaded) if why_inexact is None else ()
         before = time.perf_counter()
-        why_inexact = _why_inexact(loaded)
+        if key:
+            why_inexact = _why_inexact(loaded, key)
         now = time.perf_counter()
         self._info = _describe(
             loaded, spec.context, why_inexact, load_s=now - started, self_test_s=now - before
@@ -317,7 +320,8 @@ def _fitting(spec: StageSpec) -> ContextConfig:
     return fitting
 
 
-def _why_inexact(stage: Loaded) -> str | None:
+def _why_unprovable(stage: Loaded) -> str | None:
+    """Why no test could show that this stage is exact."""
     model, config = stage.model, stage.spec.context
     if not config.exact:
         return "switched off (--exact off)"
@@ -325,10 +329,20 @@ def _why_inexact(stage: Loaded) -> str | None:
         return f"nothing is proven of architecture {model.architecture} (--allow-unproven)"
     if config.kv_type not in EXACT_KV_TYPES:
         return f"with {config.kv_type} KV, attention rounds by the shape of a step"
-    key = (
-        model.digest, f"{stage.spec.first_layer}:{stage.spec.end_layer}", machine_key(),
+    return None
+
+
+def _verdict_key(stage: Loaded) -> tuple[str, ...]:
+    """What a verdict holds for. Once per machine this reads the whole file, for its digest."""
+    spec, config = stage.spec, stage.spec.context
+    return (
+        stage.model.digest, f"{spec.first_layer}:{spec.end_layer}", machine_key(),
         config.kv_type, str(config.num_threads), repr(stage.profile),
     )  # fmt: skip
+
+
+def _why_inexact(stage: Loaded, key: tuple[str, ...]) -> str | None:
+    model, config = stage.model, stage.spec.context
     failure = selftest.verdict(key, views_of(stage), config, is_recurrent=model.family.is_recurrent)
     if failure is None:
         return None
