@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skippy_mesh.config import EXACT_KV_TYPES, ContextConfig, StageSpec, StepRules
+from skippy_mesh.config import ContextConfig, StageSpec, StepRules
 from skippy_mesh.errors import (
     InvalidBatchError,
     RuntimeUnavailableError,
@@ -27,22 +27,17 @@ from skippy_mesh.messages import StageTime, StepBatch, StepResult
 from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.sizes import available_bytes, format_size
 from skippy_mesh.wire import Hidden, decode_activations, decode_step, encode_activations
-from stages import selftest
 from stages.batch import Floats, Rows
 from stages.context import StageContext
 from stages.embedding import Embedding
 from stages.gguf_file import ModelFile
-from stages.probe import can_repack, machine_key
-from stages.profile import (
-    PLAIN,
-    Profile,
-    choose_profile,
-    matrix_types,
-)
+from stages.probe import can_repack
+from stages.profile import PLAIN, Profile, choose_profile, matrix_types
+from stages.proof import verdict_key, why_inexact, why_unprovable
 from stages.sampling import Drawn, Sampler
 from stages.slices import cached_slice
 from stages.tokenizer import Tokenizer
-from stages.views import Loaded, new_context, rules_of, views_of
+from stages.views import Loaded, new_context, rules_of
 
 Progress = Callable[[int, int], None]
 
@@ -137,14 +132,14 @@ class StageWorker:
             model=model, spec=replace(spec, context=fitting), profile=profile, path=path,
             context=context,
         )  # fmt: skip
-        why_inexact = _why_unprovable(loaded)
-        key = _verdict_key(loaded) if why_inexact is None else ()
+        reason = why_unprovable(loaded)
+        key = verdict_key(loaded) if reason is None else ()
         before = time.perf_counter()
         if key:
-            why_inexact = _why_inexact(loaded, key)
+            reason = why_inexact(loaded, key)
         now = time.perf_counter()
         self._info = _describe(
-            loaded, spec.context, why_inexact, load_s=now - started, self_test_s=now - before
+            loaded, spec.context, reason, load_s=now - started, self_test_s=now - before
         )
         return self._info
 
@@ -318,36 +313,6 @@ def _fitting(spec: StageSpec) -> ContextConfig:
             f"--stages on other machines"
         )
     return fitting
-
-
-def _why_unprovable(stage: Loaded) -> str | None:
-    """Why no test could show that this stage is exact."""
-    model, config = stage.model, stage.spec.context
-    if not config.exact:
-        return "switched off (--exact off)"
-    if not model.family.is_proven:
-        return f"nothing is proven of architecture {model.architecture} (--allow-unproven)"
-    if config.kv_type not in EXACT_KV_TYPES:
-        return f"with {config.kv_type} KV, attention rounds by the shape of a step"
-    return None
-
-
-def _verdict_key(stage: Loaded) -> tuple[str, ...]:
-    """What a verdict holds for. Once per machine this reads the whole file, for its digest."""
-    spec, config = stage.spec, stage.spec.context
-    return (
-        stage.model.digest, f"{spec.first_layer}:{spec.end_layer}", machine_key(),
-        config.kv_type, str(config.num_threads), repr(stage.profile),
-    )  # fmt: skip
-
-
-def _why_inexact(stage: Loaded, key: tuple[str, ...]) -> str | None:
-    model, config = stage.model, stage.spec.context
-    failure = selftest.verdict(key, views_of(stage), config, is_recurrent=model.family.is_recurrent)
-    if failure is None:
-        return None
-    types = ", ".join(sorted(matrix_types(model.tensors.values())))
-    return f"the self-test failed: {failure}; weights are {types}, {stage.profile}"
 
 
 def _describe(

@@ -12,7 +12,7 @@ import llama_cpp
 import pytest
 
 from skippy_mesh.config import specs_of
-from stages import worker
+from stages import selftest, worker
 from stages.memory import LaneMemory
 from stages.profile import Profile
 from tests.crowd import CONTEXT, Company, Made, local, story
@@ -124,7 +124,7 @@ def test_the_verdict_is_kept(made, shared_cache, monkeypatch):
         stage = worker.StageWorker(spec)
         assert stage.load().why_inexact is None
         stage.close()
-        monkeypatch.setattr(worker.selftest, "failure_of", lambda *_, **__: "asked again")
+        monkeypatch.setattr(selftest, "failure_of", lambda *_, **__: "asked again")
 
 
 def main() -> None:
