@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ _DEFAULTS = {
     "repeat_penalty": "repetition_penalty", "seed": "seed",
 }  # fmt: skip
 _FILE_TYPE = "general.file_type"
+TOOL_PARSERS = ("hermes", "llama3_json", "qwen3_coder", "deepseek_v31")
+"""Those of gateway/tools.py, which takes longer to import than --help may take."""
 
 
 def add_api_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +44,8 @@ def add_api_flags(parser: argparse.ArgumentParser) -> None:
         "--strict-fields", action="store_true", help="400 for fields that nobody knows"
     )
     _add_limit_flags(parser)
+    _add_template_flags(parser)
+    _add_web_flags(parser)
     for flag, kind, what in (
         ("--temp", float, "temperature"), ("--top-k", int, "top_k"), ("--top-p", float, "top_p"),
         ("--min-p", float, "min_p"), ("--repeat-penalty", float, "repetition_penalty"),
@@ -76,6 +81,49 @@ def _add_limit_flags(parser: argparse.ArgumentParser) -> None:
         "--ready-window-s", type=float, default=30.0, metavar="S",
         help="/ready sends a token through all stages if none has passed for so long (%(default)g)",
     )  # fmt: skip
+
+
+def _add_template_flags(parser: argparse.ArgumentParser) -> None:
+    template = parser.add_mutually_exclusive_group()
+    template.add_argument("--chat-template", metavar="TEXT", help="instead of the model's own")
+    template.add_argument("--chat-template-file", metavar="FILE", help="the same, from a file")
+    parser.add_argument(
+        "--tool-parser", "--tool-call-parser", choices=TOOL_PARSERS,
+        help="how the model writes tool calls (by its template)",
+    )  # fmt: skip
+
+
+def _add_web_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ssl-keyfile", metavar="FILE", help="of the server's certificate")
+    parser.add_argument("--ssl-certfile", metavar="FILE", help="answer HTTPS with this certificate")
+    parser.add_argument(
+        "--cors-origins", default="", metavar="O[,O2]", help="pages of these origins may ask (none)"
+    )
+    parser.add_argument("--root-path", default="", metavar="P", help="what a proxy takes off paths")
+
+
+def check_web(args: argparse.Namespace) -> None:
+    """:class:`UsageError` for a certificate that cannot be used."""
+    if args.ssl_keyfile is not None and args.ssl_certfile is None:
+        raise UsageError("--ssl-keyfile needs --ssl-certfile")
+    if args.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"--ssl-certfile {args.ssl_certfile}: {error}") from None
+
+
+def template_of(args: argparse.Namespace) -> str | None:
+    """The chat template that stands for the model's, None for the model's."""
+    if args.chat_template_file is None:
+        template: str | None = args.chat_template
+        return template
+    try:
+        return Path(args.chat_template_file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template-file {args.chat_template_file}: {error}") from None
 
 
 def keys_of(args: argparse.Namespace) -> tuple[str, ...]:
@@ -133,6 +181,10 @@ def rules_of(args: argparse.Namespace, model: ModelFile) -> ApiRules:
         is_strict_field=args.strict_fields,
         is_strict_model=args.strict_model,
         knows_priority=args.scheduling_policy == "priority",
+        chat_template=template_of(args),
+        tool_parser=args.tool_parser,
+        cors_origins=tuple(origin for origin in args.cors_origins.split(",") if origin),
+        root_path=args.root_path,
     )
 
 

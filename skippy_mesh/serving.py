@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippy_mesh import __version__
-from skippy_mesh.api_flags import add_api_flags, keys_of, limits_of, names_of, rules_of
+from skippy_mesh.api_flags import add_api_flags, check_web, keys_of, limits_of, names_of, rules_of
 from skippy_mesh.errors import UsageError
 from skippy_mesh.places import AdmissionLimits
 from skippy_mesh.planning import add_cache_flag, cluster_address, layout_of, planned
@@ -99,6 +99,7 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
     if args.gateway_node is not None and not cluster_address(args):
         raise UsageError("--gateway-node needs a Ray cluster to choose from (--address)")
     settings_of(args)
+    check_web(args)
     rules_of(args, model)
     _admission(args, ceiling=1, num_cells=1)
     engine = "baseline" if args.engine == "baseline" else "mesh"
@@ -183,6 +184,8 @@ def _gateway_spec(
         api_keys=keys_of(args),
         limits=limits_of(args),
         drain_s=args.drain_s,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
         rules=rules_of(args, model),
         step_log=None if args.step_log is None else str(Path(args.step_log).resolve()),
         counts_steps=engine != "baseline",
@@ -207,7 +210,7 @@ def _shown(args: argparse.Namespace) -> dict[str, object]:
     if args.memory_fraction is not None:
         shown["memory_fraction"] = float(args.memory_fraction)
     shown["api_key"] = "***" if args.api_key else ""
-    for name in ("step_log", "api_key_file"):
+    for name in ("step_log", "api_key_file", "chat_template_file", "ssl_keyfile", "ssl_certfile"):
         if shown[name] is not None:
             shown[name] = Path(str(shown[name])).name
     return shown

@@ -22,7 +22,8 @@ _MAX_PIECE_BYTES = 1 << 20
 class Tokenizer:
     """Text to token ids and back. Safe to share between threads once built."""
 
-    def __init__(self, model_path: str):
+    def __init__(self, model_path: str, *, chat_template: str | None = None):
+        """``chat_template`` stands for the file's own."""
         load_library()
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True
@@ -33,6 +34,7 @@ class Tokenizer:
         self.num_tokens: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self.max_trained_tokens: int = llama_cpp.llama_model_n_ctx_train(self._model)
         self._pieces: dict[int, bytes] = {}
+        self._chat_template = chat_template
 
     @property
     def vocab(self) -> int:
@@ -114,6 +116,8 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> str | None:
+        if self._chat_template is not None:
+            return self._chat_template
         found = llama_cpp.llama_model_chat_template(self._model, None)
         return found.decode() if found else None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -57,8 +58,20 @@ def create_app(
     ``state.refuse_waiting()`` sends away who is in the queue.
     """
     limits, rules, sharing = limits or Limits(), rules or ApiRules(), sharing or Sharing()
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        root_path=rules.root_path,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.add_middleware(Edge, api_keys=api_keys, on_reject=on_reject)
+    if rules.cors_origins:
+        # Outermost: a browser asks, without a key, before it sends one.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=rules.cors_origins, allow_methods=["GET", "POST"],
+            allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"],
+        )  # fmt: skip
     app.add_exception_handler(HTTPException, _answer_error)
     readiness = Readiness(
         health, engine, exact=exact, exact_reason=exact_reason, window_s=limits.ready_window_s
@@ -71,7 +84,7 @@ def create_app(
     read = _reader(limits.max_body_bytes)
     texts = Texts(
         tokenizer, prompts, BodyParser(is_strict=rules.is_strict_field), read,
-        max_model_len=engine.max_model_len,
+        max_model_len=engine.max_model_len, tool_parser=rules.tool_parser,
     )  # fmt: skip
     generation = Generation(
         engine, tokenizer, grammars, prompts,

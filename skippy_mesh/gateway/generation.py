@@ -108,7 +108,7 @@ class Generation:
     async def chat_completions(self, http: Request) -> Response:
         self._readiness.refuse()
         body = self._chat_parser.parse(ChatBody, await self._read(http))
-        use = body.tool_use(self._tokenizer.chat_template)
+        use = body.tool_use(self._tokenizer.chat_template, self._rules.tool_parser)
         constraint = (use and use.constraint) or body.constraint
         encode = functools.partial(self._prompts.of_chat, body, use)
         return await self._complete(_Job(http, body, encode, constraint, use))

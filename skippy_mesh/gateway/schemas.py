@@ -180,11 +180,13 @@ class ChatBody(GenerationBody):
             return dict(self.chat_template_kwargs)
         return {**self.chat_template_kwargs, "reasoning_effort": self.reasoning_effort}
 
-    def tool_use(self, template: str | None) -> ToolUse | None:
-        """What is to be done with the tools, by the model's chat ``template``."""
+    def tool_use(self, template: str | None, parser: str | None = None) -> ToolUse | None:
+        """What is to be done with the tools, by the model's chat ``template``, or as ``parser``
+        says."""
         use = tool_use(
-            self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls, template=template
-        )
+            self.tools, self.tool_choice,
+            is_parallel=self.parallel_tool_calls, template=template, parser=parser,
+        )  # fmt: skip
         if use is not None and use.forced:
             if self.constraint is not None:
                 raise RequestError(

@@ -99,6 +99,8 @@ class GatewaySpec:
     build: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
     drain_s: float = 5.0
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
 
     @property
     def is_open(self) -> bool:
@@ -176,6 +178,8 @@ class GatewayServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._app,
+                ssl_keyfile=spec.ssl_keyfile,
+                ssl_certfile=spec.ssl_certfile,
                 log_level="warning",
                 lifespan="off",
                 timeout_graceful_shutdown=_ABORT_S,
@@ -187,7 +191,8 @@ class GatewayServer:
         )
         self._thread.start()
         host, port = sock.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if spec.ssl_certfile is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def stop(self) -> None:
         """Refuse what is new and what is in the queue, let run what runs for ``drain_s``, then
@@ -249,7 +254,7 @@ class GatewayServer:
         spec, mesh = self._spec, self._mesh
         return create_app(
             self._client,
-            Tokenizer(spec.model_path),
+            Tokenizer(spec.model_path, chat_template=spec.rules.chat_template),
             self._grammars,
             model_name=spec.model_name,
             health=self._problem,

@@ -62,8 +62,10 @@ class Texts:
         read: Read,
         *,
         max_model_len: int,
+        tool_parser: str | None = None,
     ):
         self._tokenizer = tokenizer
+        self._tool_parser = tool_parser
         self._prompts = prompts
         self._parser = parser
         self._read = read
@@ -98,12 +100,12 @@ class Texts:
 
     async def apply_template(self, http: Request) -> Response:
         body = self._parser.parse(TokenizeChat, await self._read(http))
-        use = body.tool_use(self._tokenizer.chat_template)
+        use = body.tool_use(self._tokenizer.chat_template, self._tool_parser)
         text = await asyncio.to_thread(self._prompts.chat_text, body, use)
         return JSONResponse({"prompt": text, "count": len(await self._ids_of_chat(body))})
 
     async def _ids_of_chat(self, body: TokenizeChat) -> Sequence[int]:
-        use = body.tool_use(self._tokenizer.chat_template)
+        use = body.tool_use(self._tokenizer.chat_template, self._tool_parser)
         (prompt,) = await asyncio.to_thread(self._prompts.of_chat, body, use)
         return prompt.token_ids
 

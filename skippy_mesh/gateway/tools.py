@@ -53,6 +53,11 @@ DEEPSEEK = Syntax(
     dropped=(_deepseek("tool calls begin"), _deepseek("tool calls end")),
 )
 
+SYNTAXES: Mapping[str, Syntax] = {
+    "hermes": HERMES, "llama3_json": LLAMA, "qwen3_coder": QWEN_CODER, "deepseek_v31": DEEPSEEK,
+}  # fmt: skip
+"""By the names vLLM has for its parsers."""
+
 
 class Function(Body):
     name: Name
@@ -190,8 +195,10 @@ def tool_use(
     *,
     is_parallel: bool,
     template: str | None,
+    parser: str | None = None,
 ) -> ToolUse | None:
-    """What a request wants of its tools; None if it has none, or wants none to be called."""
+    """What a request wants of its tools; None if it has none, or wants none to be called. Calls are
+    written as ``template`` has it, unless ``parser`` names another of :data:`SYNTAXES`."""
     if not tools:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice needs tools", param="tool_choice")
@@ -208,6 +215,8 @@ def tool_use(
                 param="tool_choice",
             )
     syntax = syntax_of(template)
+    if parser is not None and "tools" in (template or ""):
+        syntax = SYNTAXES[parser]
     return ToolUse(
         tools=tools,
         forced=forced,

@@ -18,7 +18,7 @@ from skippy_mesh.gateway.readiness import DRAINING, LOADING, Problem
 from skippy_mesh.gateway.rules import ApiRules
 from skippy_mesh.gateway.token_stream import Limits
 from skippy_mesh.messages import StepBatch
-from stages.fake import BOS, IM_END, FakePipeline, recite
+from stages.fake import BOS, IM_END, FakePipeline, FakeTokenizer, recite
 from tests.engines import RunningEngine
 from tests.unit.test_gateway import (
     BOTH,
@@ -342,3 +342,27 @@ def test_a_reply_says_what_memory_pressure_cost() -> None:
         (victim,) = [each["skippy"] for each in found if each["skippy"]["preemptions"]]
         assert victim["recomputed_tokens"] > 500
         assert all(each["usage"] == alone["usage"] for each in found), "work done again is no usage"
+
+
+def test_pages_of_other_origins_may_ask_only_if_they_are_named() -> None:
+    asking = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+    allowed = "access-control-allow-origin"
+    for origins, may in ((("https://app.example",), True), ((), False)):
+        with serving(rules=ApiRules(cors_origins=origins), api_keys=["key"]) as client:
+            reply = client.options(CHAT, headers=asking)
+            assert (reply.headers.get(allowed) == "https://app.example") == may
+            answer = client.get("/health", headers={"Origin": "https://app.example"})
+            assert (allowed in answer.headers) == may
+
+
+def test_a_named_parser_reads_calls_in_its_own_form() -> None:
+    call = b'{"name": "look", "parameters": {"at": 1}}'
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | length }}"
+    options: dict[str, Any] = {"tokenizer": FakeTokenizer(chat_template=template)}
+    for parser, calls in ((None, None), ("llama3_json", "look")):
+        rules = ApiRules(tool_parser=parser)
+        with serving(FakePipeline(recite(call)), rules=rules, **options) as client:
+            message = ask(client, CHAT, HELLO, tools=tools, max_tokens=60)["choices"][0]["message"]
+            found = message.get("tool_calls")
+            assert (found and found[0]["function"]["name"]) == calls

@@ -7,10 +7,19 @@ from fractions import Fraction
 
 import pytest
 
-from skippy_mesh.api_flags import keys_of, limits_of, names_of, rules_of
+from skippy_mesh.api_flags import (
+    TOOL_PARSERS,
+    check_web,
+    keys_of,
+    limits_of,
+    names_of,
+    rules_of,
+    template_of,
+)
 from skippy_mesh.cli import build_parser
 from skippy_mesh.errors import RequestError, UsageError
 from skippy_mesh.gateway.server import GatewaySpec, is_loopback
+from skippy_mesh.gateway.tools import SYNTAXES
 from skippy_mesh.serving import _admission, _shown
 from stages.gguf_file import ModelFile
 
@@ -116,3 +125,23 @@ def test_a_default_that_no_request_may_have_is_refused_at_the_start(model, argum
     with pytest.raises(error):
         limits_of(args)
         rules_of(args, model)
+
+
+def test_the_names_of_tool_parsers_are_those_there_are():
+    assert set(TOOL_PARSERS) == set(SYNTAXES)
+
+
+def test_a_template_of_the_operators_stands_for_the_models(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ messages[0].content }}")
+    assert template_of(flags()) is None
+    assert template_of(flags("--chat-template", "x")) == "x"
+    assert template_of(flags("--chat-template-file", str(path))) == "{{ messages[0].content }}"
+    with pytest.raises(UsageError, match="--chat-template-file"):
+        template_of(flags("--chat-template-file", str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize("arguments", [("--ssl-keyfile", "k"), ("--ssl-certfile", "no-such-file")])
+def test_a_certificate_that_cannot_be_used_is_refused_at_the_start(arguments):
+    with pytest.raises(UsageError, match="--ssl-"):
+        check_web(flags(*arguments))
