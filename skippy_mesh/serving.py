@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippy_mesh import __version__
-from skippy_mesh.api_flags import add_api_flags, keys_of, limits_of, names_of, rules_of
+from skippy_mesh.api_flags import (
+    add_api_flags,
+    aliases_of,
+    keys_of,
+    limits_of,
+    names_of,
+    rules_of,
+)
 from skippy_mesh.places import AdmissionLimits
 from skippy_mesh.planning import add_cache_flag, layout_of, planned
 from skippy_mesh.starting import open_mesh, ready_text, settings_of
@@ -114,13 +121,17 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
             "max_queue_tokens": limits.max_queue_tokens,
         }
         spec = replace(spec, config={**spec.config, **resolved})
-        gateway, url = stack.enter_context(_gateway(spec, mesh, limits, sock, args.mesh_name))
+        gateway, url = stack.enter_context(_gateway(spec, mesh, limits, sock, args))
         serve(gateway, ready_text(mesh, engine, url))
 
 
 @contextmanager
 def _gateway(
-    spec: GatewaySpec, mesh: Mesh, limits: AdmissionLimits, sock: socket.socket, mesh_name: str
+    spec: GatewaySpec,
+    mesh: Mesh,
+    limits: AdmissionLimits,
+    sock: socket.socket,
+    args: argparse.Namespace,
 ) -> Iterator[tuple[Running, str]]:
     """A started gateway and its URL: here where the engine is here, else an actor beside it."""
     from coordinator.coordinator import Coordinator, DirectDoorkeeper
@@ -132,7 +143,14 @@ def _gateway(
         yield here, here.start(mesh, DirectDoorkeeper(Coordinator(limits)), sock)
         return
     sock.close()  # it kept the port: the actor opens it again
-    with gateway_actor(GatewayServer, spec, mesh, limits, mesh_name=mesh_name) as gateway:
+    with gateway_actor(
+        GatewayServer,
+        spec,
+        mesh,
+        limits,
+        mesh_name=args.mesh_name,
+        has_board=not args.no_ray_board,
+    ) as gateway:
         yield gateway, gateway.start()
 
 
@@ -165,6 +183,7 @@ def _gateway_spec(
         rules=rules_of(args, model),
         step_log=None if args.step_log is None else str(Path(args.step_log).resolve()),
         counts_steps=engine != "baseline",
+        metrics_aliases=aliases_of(args),
         build={
             "version": __version__,
             "llama_cpp": importlib.metadata.version("llama-cpp-python"),

@@ -14,7 +14,7 @@ from skippy_mesh.client import EngineClient
 from skippy_mesh.gateway.about import About
 from skippy_mesh.gateway.chat import Tokenizer
 from skippy_mesh.gateway.constraints import GrammarCompiler
-from skippy_mesh.gateway.errors import ApiError, Edge, to_api_error
+from skippy_mesh.gateway.errors import PUBLIC_PATHS, ApiError, Edge, to_api_error
 from skippy_mesh.gateway.generation import Generation
 from skippy_mesh.gateway.parsing import BodyParser
 from skippy_mesh.gateway.places import Places
@@ -45,18 +45,23 @@ def create_app(
     rules: ApiRules | None = None,
     sharing: Sharing | None = None,
     metrics: Callable[[], bytes] = bytes,
+    reset_peaks: Callable[[], None] = lambda: None,
     status: Callable[[], Mapping[str, object]] = dict,
     on_reject: Callable[[str], None] | None = None,
+    on_stall: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """The application.
 
     ``health`` answers at once: None when the mesh can serve. ``exact_reason`` says why ``exact`` is
     false. ``metrics`` renders the page at ``/metrics``, ``status`` is what ``/status`` shows;
-    neither waits for the engine. ``on_reject`` gets the code of every refused generation.
+    neither waits for the engine. ``reset_peaks`` lets the stages' peaks of memory begin anew.
+    ``on_reject`` gets the code of every refused generation, ``on_stall`` hears of every stream that
+    was ended because nobody read it.
     """
     limits, rules, sharing = limits or Limits(), rules or ApiRules(), sharing or Sharing()
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Edge, api_keys=api_keys, on_reject=on_reject)
+    public = PUBLIC_PATHS - {"/metrics"} if rules.guards_metrics else PUBLIC_PATHS
+    app.add_middleware(Edge, api_keys=api_keys, public_paths=public, on_reject=on_reject)
     app.add_exception_handler(HTTPException, _answer_error)
     readiness = Readiness(
         health, engine, exact=exact, exact_reason=exact_reason, window_s=limits.ready_window_s
@@ -74,7 +79,7 @@ def create_app(
     generation = Generation(
         engine, tokenizer, grammars, prompts,
         model_name=model_name, about=about, readiness=readiness, places=places, bounds=bounds,
-        limits=limits, sharing=sharing, rules=rules, read=read,
+        limits=limits, sharing=sharing, rules=rules, read=read, on_stall=on_stall,
     )  # fmt: skip
     for path, route in {
         "/": about.home,
@@ -91,6 +96,7 @@ def create_app(
         "/v1/chat/completions": generation.chat_completions,
         "/v1/completions": generation.completions,
         "/v1/abort": generation.abort, "/abort_requests": generation.abort,
+        "/v1/peak_reset": _reset(reset_peaks),
         "/tokenize": texts.tokenize, "/detokenize": texts.detokenize,
         "/apply-template": texts.apply_template,
     }.items():  # fmt: skip
@@ -106,6 +112,14 @@ def _page(metrics: Callable[[], bytes]) -> Route:
     async def answer() -> Response:
         page = await asyncio.to_thread(metrics)  # milliseconds, and tokens are on their way
         return Response(page, media_type="text/plain; version=0.0.4")
+
+    return answer
+
+
+def _reset(reset_peaks: Callable[[], None]) -> Route:
+    async def answer() -> Response:
+        await asyncio.to_thread(reset_peaks)  # a stage may be silent
+        return Response(status_code=204)
 
     return answer
 

@@ -15,7 +15,7 @@ class ApiRules:
     """``aliases`` are further names of the model, ``tokenizer_id`` where a client finds its
     tokenizer, ``facts`` what its card says besides. ``defaults`` stand for sampling fields that a
     request leaves out; of chats, ``max_chat_tokens`` too. At most ``max_n`` answers to a prompt.
-    ``knows_priority``: the scheduler looks at it."""
+    ``knows_priority``: the scheduler looks at it. ``guards_metrics``: the page needs a key, too."""
 
     aliases: tuple[str, ...] = ()
     tokenizer_id: str | None = None
@@ -26,6 +26,7 @@ class ApiRules:
     is_strict_field: bool = False
     is_strict_model: bool = False
     knows_priority: bool = False
+    guards_metrics: bool = False
 
     def __post_init__(self) -> None:
         if self.max_n < 1:
