@@ -157,8 +157,8 @@ class EngineClient:
     """Submits to ``channel`` and passes each event to its request's sink, on a thread of its own.
 
     ``on_report`` gets every report first, on the same thread, then ``on_requests`` what it meant to
-    the requests it names; the last report ends what is open and
-    knows no state. Any thread may call the methods.
+    the requests it names; the last report ends what is open and knows no state. Any thread may call
+    the methods.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,20 +98,24 @@ class MeshFacts:
 
 def add_sights(page: Page, sights: Sequence[StageSight]) -> None:
     page.gauge("stage_up", "Whether the stage answers", by_stage(each.is_up for each in sights))
-    for name, text, values in (
-        ("stage_last_reply_age_seconds", "Since the stage last answered when it was asked",
-         [({}, each.silent_s) for each in sights]),
-        ("memory_bytes", "Memory of the stage's process",
-         [({"kind": "rss"}, each.rss_bytes) for each in sights]),
-        ("memory_peak_bytes", "The most it had since it started, or since POST /v1/peak_reset",
-         [({"kind": "rss"}, each.peak_rss_bytes) for each in sights]),
-    ):  # fmt: skip
-        page.gauge(
-            name,
-            text,
-            [
-                ({"stage": str(index), **labels}, value)
-                for index, (labels, value) in enumerate(values)
-                if value is not None
-            ],
-        )
+    page.gauge(
+        "stage_last_reply_age_seconds", "Since the stage last answered when it was asked",
+        _known((each.silent_s for each in sights)),
+    )  # fmt: skip
+    page.gauge(
+        "memory_bytes", "Memory of the stage's process",
+        _known((each.rss_bytes for each in sights), kind="rss"),
+    )  # fmt: skip
+    page.gauge(
+        "memory_peak_bytes", "The most it had since it started, or since POST /v1/peak_reset",
+        _known((each.peak_rss_bytes for each in sights), kind="rss"),
+    )  # fmt: skip
+
+
+def _known(values: Iterable[float | None], **labels: str) -> list[Sample]:
+    """A sample for each stage of which there is a value."""
+    return [
+        ({"stage": str(index), **labels}, value)
+        for index, value in enumerate(values)
+        if value is not None
+    ]

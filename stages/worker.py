@@ -55,9 +55,8 @@ class StageInfo:
     memory was short. ``context_bytes`` are what the context took, ``planned_context_bytes`` what
     the plan charged for the one asked for, None without a plan; of which ``cell_bytes`` is what a
     cell of each store takes, empty without a plan. ``rules`` are what a step may hold.
-    ``why_inexact`` is None
-    when the self-test proved that company does not change a row's bits. ``load_s`` is all of
-    :meth:`StageWorker.load`, of which the self-test took ``self_test_s``.
+    ``why_inexact`` is None when the self-test proved that company does not change a row's bits.
+    ``load_s`` is all of :meth:`StageWorker.load`, of which the self-test took ``self_test_s``.
     """
 
     index: int

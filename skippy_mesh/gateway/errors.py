@@ -135,8 +135,7 @@ class Edge:
 
     ``scope["state"]["request_id"]`` is the id that the reply's header will carry; a route may
     still change it until the reply starts; ``key_id`` beside it tells keys apart. No key is needed
-    for ``public_paths``. ``on_reject``
-    gets the code of every refused generation.
+    for ``public_paths``. ``on_reject`` gets the code of every refused generation.
     """
 
     def __init__(

@@ -81,8 +81,8 @@ class GatewaySpec:
     ``build`` are the labels of ``build_info``, ``config`` what ``/status`` shows of the flags.
     ``step_log`` is there already, so that a gateway that is started again goes on in it.
     ``counts_steps`` is false for an engine that keeps no step records. ``metrics_aliases`` are the
-    sets of other servers' names on ``/metrics``. ``prefix_secret`` is made
-    with the spec, so that a gateway that is started again keeps the namespaces.
+    sets of other servers' names on ``/metrics``. ``prefix_secret`` is made with the spec, so that a
+    gateway that is started again keeps the namespaces.
     """
 
     host: str

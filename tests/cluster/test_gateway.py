@@ -182,6 +182,18 @@ def test_ray_shows_what_its_boards_ask_for_and_what_the_page_says(served):
     assert "ReplicaId" not in labels["ray_vllm_generation_tokens_total"]
 
 
+def test_what_a_hop_carries_and_what_memory_a_stage_takes(served):
+    served.tokens()
+    num_rows = served.metric("step_rows_sum")
+    assert served.metric("activation_bytes_total", hop="0-1") == num_rows * 512 * 4
+    assert served.metric("ready") == 1
+    assert served.http.post("/v1/peak_reset").status_code == 204
+    for stage in "01":
+        now, peak = (served.metric(f"memory_{name}", stage=stage) for name in ("bytes", "peak_bytes"))
+        assert 2**24 < now <= peak
+    assert "skippy:kv_bytes" not in served.http.get("/metrics").text, "no plan says what one takes"
+
+
 def test_a_coordinator_killed_under_load_ends_nobody_and_comes_back_knowing_who_is_in(served):
     alone = [served.tokens(number, 300) for number in range(2)]
     with ThreadPoolExecutor() as pool:
