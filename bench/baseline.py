@@ -22,6 +22,7 @@ from coordinator.launch import Mesh, is_local, on_own_thread, stage_actors
 from skippy_mesh.client import ReportQueue
 from skippy_mesh.config import StageSpec
 from skippy_mesh.errors import SkippyError, StageError
+from skippy_mesh.health import Pulse
 from skippy_mesh.messages import (
     FinishReason,
     Remove,
@@ -31,7 +32,7 @@ from skippy_mesh.messages import (
     StepResult,
     TokenEvent,
 )
-from stages.pipeline import LocalPipeline, RayPipeline, silent_stages
+from stages.pipeline import LocalPipeline, RayPipeline, read_pulses, reset_peaks
 from stages.worker import StageWorker
 
 logger = logging.getLogger(__name__)
@@ -231,18 +232,26 @@ def baseline_mesh(specs: Sequence[StageSpec], *, mesh_name: str = "skippy") -> I
         if not is_local(specs):
             actors, infos = stack.enter_context(stage_actors(specs, mesh_name=mesh_name))
             remote = RayPipeline(actors, infos)
-            silent = functools.partial(silent_stages, actors)
-            yield stack.enter_context(on_own_thread(lambda: _served(remote, silent)))
+            pulses = functools.partial(read_pulses, dict(enumerate(actors)))
+            reset = functools.partial(reset_peaks, actors)
+            yield stack.enter_context(on_own_thread(lambda: _served(remote, pulses, reset)))
         else:
             yield stack.enter_context(on_own_thread(lambda: _load(specs)))
 
 
 def _load(specs: Sequence[StageSpec]) -> tuple[Mesh, Callable[[], None]]:
-    return _served(LocalPipeline([StageWorker(spec) for spec in specs]), dict)
+    workers = [StageWorker(spec) for spec in specs]
+    return _served(
+        LocalPipeline(workers),
+        lambda: {worker.spec.index: worker.pulse() for worker in workers},
+        workers[0].reset_peak,
+    )
 
 
 def _served(
-    pipeline: LocalPipeline | RayPipeline, silent: Callable[[], Mapping[int, str]]
+    pipeline: LocalPipeline | RayPipeline,
+    pulses: Callable[[], Mapping[int, Pulse | Exception]],
+    reset: Callable[[], None],
 ) -> tuple[Mesh, Callable[[], None]]:
     infos = pipeline.infos
     engine = Baseline(
@@ -259,4 +268,5 @@ def _served(
 
     nodes = [platform.node()] * len(infos)
     term = Term(1, "all", "lanes", "baseline")
-    return Mesh(engine, infos, Ceiling(term, (term,)), engine.max_model_len, silent, nodes), serve
+    limit = Ceiling(term, (term,))
+    return Mesh(engine, infos, limit, engine.max_model_len, pulses, reset, nodes), serve

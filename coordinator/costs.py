@@ -136,15 +136,18 @@ class StageSizes:
     def need(self, lo: int, hi: int) -> MemoryNeed:
         """The same as what the stage itself has to go by."""
         parts, costs = self.parts(lo, hi), self.costs
-        kv_per_cell = (
-            self._attention[hi] - self._attention[lo] + self._window[hi] - self._window[lo]
-        )
+        cell_bytes = {
+            "attention": self._attention[hi] - self._attention[lo],
+            "window": self._window[hi] - self._window[lo],
+            "recurrent": self._recurrent[hi] - self._recurrent[lo],
+        }
         return MemoryNeed(
             weights=parts.weights + parts.embedding + parts.head,
             buffers=costs.common + (costs.logits if hi == self.num_layers else 0),
             per_cell=costs.per_cell,
-            kv_per_cell=kv_per_cell,
+            kv_per_cell=cell_bytes["attention"] + cell_bytes["window"],
             per_id=self.recurrent_per_id(lo, hi),
+            cell_bytes=cell_bytes,
         )
 
     def total(self, lo: int, hi: int) -> int:

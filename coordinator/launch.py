@@ -35,16 +35,17 @@ from coordinator.coordinator import Coordinator
 from coordinator.measured import engine_plan
 from coordinator.nodes import Node, nodes_of_cluster
 from coordinator.placement import why_unplaced
+from coordinator.ray_board import RayBoard
 from coordinator.remote import RemoteDoorkeeper, RemoteGateway
 from coordinator.supervisor import Supervisor
 from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
 from skippy_mesh.engine import EnginePlan
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError, UsageError
-from skippy_mesh.health import MAX_RESTARTS, STUCK_S, Watchdog
+from skippy_mesh.health import MAX_RESTARTS, STUCK_S, Pulse, Watchdog, why_silent
 from skippy_mesh.places import AdmissionLimits
 from stages.head import StageHead
-from stages.pipeline import RemoteHead, first_line, silent_stages
+from stages.pipeline import RemoteHead, first_line, read_pulses, reset_peaks
 from stages.worker import StageInfo, StageWorker
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ _GROUP_OF = {
     "reports": "reports",
     "info": "health",
     "pulse": "health",
+    "reset_peak": "health",
     "node": "health",
 }
 
@@ -133,15 +135,21 @@ def _check_answers(address: str) -> None:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A running mesh. ``silent_stages`` says which stages do not answer, and ``nodes`` where each
-    stage is. Where the stages are actors, a mesh can be handed to another process."""
+    """A running mesh. ``pulses`` asks the stages how they are, ``reset_peaks`` lets each count its
+    peak of memory anew, and ``nodes`` says where each is. Where the stages are actors, a mesh can
+    be handed to another process."""
 
     channel: Channel
     infos: Sequence[StageInfo]
     ceiling: Ceiling
     max_model_len: int
-    silent_stages: Callable[[], Mapping[int, str]]
+    pulses: Callable[[], Mapping[int, Pulse | Exception]]
+    reset_peaks: Callable[[], None]
     nodes: Sequence[str]
+
+    def silent_stages(self) -> dict[int, str]:
+        """The stages that cannot run a step, and what is wrong with each."""
+        return why_silent(self.pulses())
 
     @property
     def is_remote(self) -> bool:
@@ -205,12 +213,10 @@ def _local_mesh(spec: StageSpec, plan_of: _PlanOf) -> Iterator[Mesh]:
         info = head.load()
         plan, limit = plan_of([info])
         head.prepare(plan)
-        node = (platform.node(),)
-        return Mesh(head, [info], limit, plan.max_model_len, silent, node), head.serve
-
-    def silent() -> dict[int, str]:
-        problem = head.pulse().problem
-        return {} if problem is None else {0: problem}
+        nodes = [platform.node()]
+        pulses, reset = lambda: {0: head.pulse()}, head.reset_peak
+        found = Mesh(head, [info], limit, plan.max_model_len, pulses, reset, nodes)
+        return found, head.serve
 
     with on_own_thread(load) as loaded:
         yield loaded
@@ -256,7 +262,8 @@ def _ray_mesh(
                 infos,
                 limit,
                 plan.max_model_len,
-                functools.partial(silent_stages, actors),
+                functools.partial(read_pulses, dict(enumerate(actors))),
+                functools.partial(reset_peaks, actors),
                 ray.get([actor.node.remote() for actor in actors]),
             )
         finally:
@@ -305,9 +312,11 @@ def gateway_actor(
     *,
     mesh_name: str,
     node: str | None = None,
+    has_board: bool = False,
 ) -> Iterator[RemoteGateway]:
     """A coordinator and a gateway of ``gateway_class`` for ``served``, on ``node`` or on this one.
-    Neither owns anybody: what one of them takes with it when it dies is nothing but itself."""
+    Neither owns anybody: what one of them takes with it when it dies is nothing but itself. With
+    ``has_board`` the gateway tells Ray its numbers."""
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_restarts": -1,
@@ -323,7 +332,8 @@ def gateway_actor(
             name=f"{mesh_name}_gateway_0", max_concurrency=4, **options
         )
         actors.append(named.remote(spec))
-        yield RemoteGateway(actors[1], served, RemoteDoorkeeper(actors[0]))
+        board = RayBoard(mesh_name) if has_board else None
+        yield RemoteGateway(actors[1], served, RemoteDoorkeeper(actors[0]), board)
     finally:
         for actor in reversed(actors):
             ray.kill(actor)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from coordinator.ray_board import RayBoard
 from skippy_mesh.errors import CoordinatorLostError, RuntimeUnavailableError, SkippyError
 from skippy_mesh.places import Answer, News, OpenPlace
 from stages.pipeline import first_line
@@ -79,10 +80,13 @@ class RemoteGateway:
     """The gateway's actor, seen from the driver. Ray restarts its process; what it does there is
     for the driver to say, so :meth:`wait` starts it again."""
 
-    def __init__(self, actor: Any, served: object, doorkeeper: RemoteDoorkeeper):
+    def __init__(
+        self, actor: Any, served: object, doorkeeper: RemoteDoorkeeper, board: RayBoard | None
+    ):
         self._actor = actor
         self._served = served
         self._doorkeeper = doorkeeper
+        self._board = board
         self._ended: Any = None
         self._is_stopping = False
 
@@ -91,7 +95,9 @@ class RemoteGateway:
         deadline_s = time.monotonic() + _RESTARTS_WITHIN_S
         while True:
             try:
-                started = self._actor.start.remote(self._served, self._doorkeeper)
+                started = self._actor.start.remote(
+                    self._served, self._doorkeeper, board=self._board
+                )
                 url: str = ray.get(started, timeout=_STARTS_WITHIN_S)
                 break
             except ray.exceptions.RayTaskError as error:

@@ -1,4 +1,4 @@
-"""Flags of ``serve`` that shape the API: names, keys, defaults and limits of requests."""
+"""Flags of ``serve`` that shape the API: names, keys, defaults and limits of requests, metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skippy_mesh.config import METRICS_ALIASES
 from skippy_mesh.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def add_api_flags(parser: argparse.ArgumentParser) -> None:
     _add_limit_flags(parser)
     _add_template_flags(parser)
     _add_web_flags(parser)
+    _add_metrics_flags(parser)
     for flag, kind, what in (
         ("--temp", float, "temperature"), ("--top-k", int, "top_k"), ("--top-p", float, "top_p"),
         ("--min-p", float, "min_p"), ("--repeat-penalty", float, "repetition_penalty"),
@@ -126,6 +128,19 @@ def template_of(args: argparse.Namespace) -> str | None:
         raise UsageError(f"--chat-template-file {args.chat_template_file}: {error}") from None
 
 
+def _add_metrics_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--metrics-aliases", default=",".join(METRICS_ALIASES), metavar="NAMES",
+        help="whose names /metrics has beside ours, so that their dashboards work; may be empty "
+        "(%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--metrics-auth", action="store_true", help="/metrics needs a key, too")
+    parser.add_argument(
+        "--no-ray-board", action="store_true",
+        help="do not show the numbers to Ray, for its dashboards (off by itself without Ray)",
+    )  # fmt: skip
+
+
 def keys_of(args: argparse.Namespace) -> tuple[str, ...]:
     """All keys that let a request in; none means that none is needed."""
     lines = args.api_key.split(",")
@@ -145,6 +160,16 @@ def names_of(args: argparse.Namespace, model: ModelFile) -> tuple[str, ...]:
     """What the model is called, the first of them in replies."""
     names = tuple(name for name in args.alias.split(",") if name)
     return names or ("demo" if args.model == "demo" else model.paths[0].stem,)
+
+
+def aliases_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The sets of other servers' names that ``/metrics`` shows."""
+    names = [name.strip() for name in args.metrics_aliases.split(",") if name.strip()]
+    for name in names:
+        if name not in METRICS_ALIASES:
+            known = ", ".join(METRICS_ALIASES)
+            raise UsageError(f"--metrics-aliases {name!r} is not one of {known}")
+    return tuple(dict.fromkeys(names))
 
 
 def limits_of(args: argparse.Namespace) -> Limits:
@@ -185,6 +210,7 @@ def rules_of(args: argparse.Namespace, model: ModelFile) -> ApiRules:
         tool_parser=args.tool_parser,
         cors_origins=tuple(origin for origin in args.cors_origins.split(",") if origin),
         root_path=args.root_path,
+        guards_metrics=args.metrics_auth,
     )
 
 

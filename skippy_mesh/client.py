@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from skippy_mesh.errors import SkippyError, StageLostError
 from skippy_mesh.health import STUCK_S
 from skippy_mesh.messages import FinishReason, Request, StageLoss, StepReport, TokenEvent
-from skippy_mesh.times import RequestTimes
+from skippy_mesh.times import FirstToken, RequestEnd, RequestNews, RequestTimes
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ MAX_LOSSES_ALONE = 2
 """An engine that dies so often while a request runs alone, without a token, dies of it."""
 END_S = 15.0  # an engine that hangs must not keep its server from ending
 Sink = Callable[[TokenEvent], None]
+Shown = TypeVar("Shown")
 
 
 class Channel(Protocol):
@@ -74,7 +75,7 @@ class _Receiver:
         on_start: Callable[[], object] | None,
         times: RequestTimes,
     ):
-        self.sink = sink
+        self._sink = sink
         self.times = times
         self.end_reason: FinishReason | None = None  # why it was aborted
         self.has_started = False
@@ -82,11 +83,16 @@ class _Receiver:
         self._request = request
         self._outputs: list[int] = []
         self._on_start = on_start
+        self._aborted_s: float | None = None
 
     @property
     def request(self) -> Request:
         """What an engine that knows nothing must be asked for."""
         return replace(self._request, outputs=tuple(self._outputs), was_running=self.has_started)
+
+    def abort(self, reason: FinishReason, now_s: float) -> None:
+        if self.end_reason is None:
+            self.end_reason, self._aborted_s = reason, now_s
 
     def end(self, engine_problem: str) -> TokenEvent | None:
         """Its last event, if it must not run again on the engine that comes."""
@@ -103,22 +109,56 @@ class _Receiver:
         self.times.start(now_s)
         on_start, self._on_start = self._on_start, None
         if on_start is not None:
-            on_start()
+            self._guarded(on_start)
 
-    def take(self, event: TokenEvent, now_s: float) -> None:
+    def take(self, event: TokenEvent, now_s: float, news: RequestNews) -> None:
         if event.token_id is not None:
             self._outputs.append(event.token_id)
             self.num_losses_alone = 0
             self.start(now_s)  # who ends without having run was not served
-            self.times.token(now_s)
-        self.sink(event)
+            self._count_token(event, now_s, news)
+        if event.finish_reason is not None:
+            news.ended.append(self._ended(event, now_s))
+
+    def pass_on(self, event: TokenEvent) -> None:
+        self._guarded(lambda: self._sink(event))
+
+    def _guarded(self, call: Callable[[], object]) -> None:
+        """One receiver's failure must not become the others'."""
+        try:
+            call()
+        except Exception:
+            logger.exception("the receiver of request %s failed", self._request.request_id)
+
+    def _count_token(self, event: TokenEvent, now_s: float, news: RequestNews) -> None:
+        times = self.times
+        if times.last_s is not None:
+            news.gaps_s.append(now_s - times.last_s)
+            times.token(now_s)
+            return
+        times.token(now_s)
+        num_prompt = len(self._request.token_ids)
+        after_s, prefill_s = times.first_token_s or 0.0, times.prefill_s or 0.0
+        news.firsts.append(FirstToken(after_s, prefill_s, num_prompt, event.num_cached))
+
+    def _ended(self, event: TokenEvent, now_s: float) -> RequestEnd:
+        cancelled_s = self._aborted_s if event.finish_reason in ("abort", "timeout") else None
+        return RequestEnd(
+            times=self.times,
+            e2e_s=now_s - self.times.submitted_s,
+            cancel_s=None if cancelled_s is None else now_s - cancelled_s,
+            num_prompt=len(self._request.token_ids),
+            num_output=len(self._outputs),
+            num_preemptions=event.num_preemptions,
+        )
 
 
 class EngineClient:
     """Submits to ``channel`` and passes each event to its request's sink, on a thread of its own.
 
-    ``on_report`` gets every report first, on the same thread; the last one ends what is open and
-    knows no state. Any thread may call the methods.
+    ``on_report`` gets every report first, on the same thread, then ``on_requests`` what it meant to
+    the requests it names; the last report ends what is open and knows no state. Any thread may call
+    the methods.
     """
 
     def __init__(
@@ -127,11 +167,13 @@ class EngineClient:
         *,
         max_model_len: int,
         on_report: Callable[[StepReport], None] | None = None,
+        on_requests: Callable[[RequestNews], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.max_model_len = max_model_len
         self._channel = channel
         self._on_report = on_report
+        self._on_requests = on_requests
         self._receivers: dict[str, _Receiver] = {}
         self._is_connected = False
         self._suspects: list[str] = []  # run alone, in this order, until each has had an event
@@ -174,7 +216,7 @@ class EngineClient:
             receiver = self._receivers.get(request_id)
             if receiver is None:
                 return False
-            receiver.end_reason = receiver.end_reason or reason
+            receiver.abort(reason, self._clock())
             if self._is_connected:
                 self._channel.abort(request_id)
         return True
@@ -281,20 +323,18 @@ class EngineClient:
     def _deliver(self, report: StepReport) -> None:
         now_s = self._clock()
         report = self._with_reasons(report)
-        if self._on_report is not None:
-            try:
-                self._on_report(report)
-            except Exception:  # who only watches must not end requests
-                logger.exception("the observer of reports failed")
+        _show(self._on_report, report)
         for request_id in report.admitted:
             with self._lock:
                 receiver = self._receivers.get(request_id)
             if receiver is not None:
                 receiver.start(now_s)
-        for event in report.events:
-            if event.token_id is not None:
-                self._last_token_s = now_s
-            self._pass_on(event, now_s)
+        news = RequestNews()
+        taken = [(self._take(event, now_s, news), event) for event in report.events]
+        _show(self._on_requests, news)
+        for receiver, event in taken:
+            if receiver is not None:
+                receiver.pass_on(event)
 
     def _with_reasons(self, report: StepReport) -> StepReport:
         """``report`` with the reasons that the engine, told to abort, was not told."""
@@ -310,16 +350,26 @@ class EngineClient:
         )  # fmt: skip
         return replace(report, events=tuple(events))
 
-    def _pass_on(self, event: TokenEvent, now_s: float) -> None:
+    def _take(self, event: TokenEvent, now_s: float, news: RequestNews) -> _Receiver | None:
+        """Whose ``event`` is, None if nobody's any more; what it means to that request is in
+        ``news`` from now on."""
         with self._lock:
             receiver = self._receivers.get(event.request_id)
             if event.finish_reason is not None:
                 self._receivers.pop(event.request_id, None)
             if event.request_id in self._suspects:
                 self._suspects.remove(event.request_id)
-        if receiver is None:
-            return
-        try:
-            receiver.take(event, now_s)
-        except Exception:
-            logger.exception("the receiver of request %s failed", event.request_id)
+        if event.token_id is not None:
+            self._last_token_s = now_s
+        if receiver is not None:
+            receiver.take(event, now_s, news)
+        return receiver
+
+
+def _show(observer: Callable[[Shown], None] | None, shown: Shown) -> None:
+    if observer is None:
+        return
+    try:
+        observer(shown)
+    except Exception:  # who only watches must not end requests
+        logger.exception("the observer of reports failed")

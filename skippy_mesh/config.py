@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from skippy_mesh.messages import MAX_LANES
 
 PrefixRule = Literal["any", "boundary", "none"]
 MAX_THREADS = 512  # GGML_MAX_N_THREADS; more is a native assert
+METRICS_ALIASES = ("vllm", "llamacpp")
 EXACT_KV_TYPES = ("q8_0", "bf16")
 NUM_SPARE_LANES = 4  # a context keeps one for freed cells, up to three for rows that pad
 MAX_RESIDENTS = 64  # of the ids there are, for cached prefixes
@@ -96,13 +97,14 @@ class ContextConfig:
 class MemoryNeed:
     """What a stage is charged for: ``weights`` and ``buffers`` whatever its context, ``per_cell``
     and the ``kv_per_cell`` of its layers for each cell that is allocated, ``per_id`` for each
-    sequence id."""
+    sequence id. Of all that, ``cell_bytes`` is what a cell of each store takes in the layers."""
 
     weights: int
     buffers: int
     per_cell: int
     kv_per_cell: int
     per_id: int
+    cell_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, num_cells: int, num_lanes: int, num_residents: int = 0) -> int:
         """Bytes in all."""

@@ -1,6 +1,6 @@
 """When a stage is stuck, and how often one may be started again. Pure: the time is an argument.
 
-Three clocks. Silent for 3 s, a stage is not ready and named (``silent_stages``); without progress
+Three clocks. Silent for 3 s, a stage is not ready and named (``why_silent``); without progress
 for 120 s, it is started again; nothing in between ends it, for a step may be long.
 """
 
@@ -45,12 +45,15 @@ class RestartLimit:
 @dataclass(frozen=True, slots=True)
 class Pulse:
     """What a stage says of itself at any time. ``epoch`` is the last it ran a step of, ``step_s``
-    how long the step that it runs has taken, 0 if none; ``problem`` is why it can run none."""
+    how long the step that it runs has taken, 0 if none; ``problem`` is why it can run none. Its
+    process has ``rss_bytes`` of memory and had ``peak_rss_bytes``, None if it cannot tell."""
 
     is_loaded: bool
     epoch: int
     step_s: float
     problem: str | None = None
+    rss_bytes: int | None = None
+    peak_rss_bytes: int | None = None
 
 
 class Watchdog:
@@ -75,3 +78,17 @@ class Watchdog:
             elif pulse.step_s > self._limit_s:
                 found[stage] = f"has been in one step for {pulse.step_s:.0f} s"
         return found
+
+
+def why_silent(pulses: Mapping[int, Pulse | Exception]) -> dict[int, str]:
+    """The stages that cannot run a step, and what is wrong with each; an exception is why one did
+    not answer."""
+    silent = {}
+    for index, pulse in pulses.items():
+        if not isinstance(pulse, Pulse):
+            silent[index] = f"stage {index} does not answer ({type(pulse).__name__})"
+        elif not pulse.is_loaded:
+            silent[index] = f"stage {index} was started again and is not loaded yet"
+        elif pulse.problem is not None:
+            silent[index] = pulse.problem
+    return silent

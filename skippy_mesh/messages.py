@@ -150,12 +150,13 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StageTime:
-    """One stage's part of a step: seconds in all, seconds since its last step, and how often it
-    called llama_decode."""
+    """One stage's part of a step: seconds in all, seconds since its last step, how often it called
+    llama_decode, and the bytes of hidden states it has for the next stage."""
 
     compute_s: float
     wait_s: float
     num_decodes: int = 1
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

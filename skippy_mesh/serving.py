@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skippy_mesh import __version__
-from skippy_mesh.api_flags import add_api_flags, check_web, keys_of, limits_of, names_of, rules_of
+from skippy_mesh.api_flags import (
+    add_api_flags,
+    aliases_of,
+    check_web,
+    keys_of,
+    limits_of,
+    names_of,
+    rules_of,
+)
 from skippy_mesh.errors import UsageError
 from skippy_mesh.places import AdmissionLimits
 from skippy_mesh.planning import add_cache_flag, cluster_address, layout_of, planned
@@ -152,7 +160,13 @@ def _gateway(
     if sock is not None:
         sock.close()  # it kept the port: the actor opens it again
     with gateway_actor(
-        GatewayServer, spec, mesh, limits, mesh_name=args.mesh_name, node=args.gateway_node
+        GatewayServer,
+        spec,
+        mesh,
+        limits,
+        mesh_name=args.mesh_name,
+        node=args.gateway_node,
+        has_board=not args.no_ray_board,
     ) as gateway:
         yield gateway, gateway.start()
 
@@ -189,6 +203,7 @@ def _gateway_spec(
         rules=rules_of(args, model),
         step_log=None if args.step_log is None else str(Path(args.step_log).resolve()),
         counts_steps=engine != "baseline",
+        metrics_aliases=aliases_of(args),
         build={
             "version": __version__,
             "llama_cpp": importlib.metadata.version("llama-cpp-python"),

@@ -1,8 +1,9 @@
-"""Bytes: as people write them, and how many this machine can still give."""
+"""Bytes: as people write them, how many this machine can still give, and this process has."""
 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from skippy_mesh.errors import UsageError
@@ -46,3 +47,21 @@ def available_bytes() -> int | None:
         return None
     found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     return int(found[0]) * 1024 if found else None
+
+
+def process_bytes() -> tuple[int, int] | None:
+    """Resident memory of this process, now and at its peak; None where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = {line.split()[0]: line.split()[1] for line in lines if line.startswith("Vm")}
+    if "VmRSS:" not in found or "VmHWM:" not in found:
+        return None
+    return int(found["VmRSS:"]) * 1024, int(found["VmHWM:"]) * 1024
+
+
+def reset_peak() -> None:
+    """The peak of :func:`process_bytes` is what it is now, where the system can forget."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

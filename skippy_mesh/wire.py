@@ -28,7 +28,7 @@ from skippy_mesh.messages import (
 )
 from skippy_mesh.sampling import History, SamplingParams
 
-VERSION = 3
+VERSION = 4
 MAX_ROWS = 65_536
 MAX_WIDTH = 131_072
 MAX_OPERATIONS = 4 * MAX_LANES
@@ -104,7 +104,7 @@ def encode_activations(epoch: int, step_id: int, hidden: Hidden) -> bytes:
     families only."""
     contiguous = np.ascontiguousarray(hidden.rows, dtype="<f4")
     num_rows, width = contiguous.shape
-    times = [(stage.compute_s, stage.wait_s, stage.num_decodes) for stage in hidden.stages]
+    times = [(s.compute_s, s.wait_s, s.num_decodes, s.sent_bytes) for s in hidden.stages]
     payload = contiguous.data.cast("B")
     return _pack(KIND_ACTIVATIONS, epoch, step_id, times, num_rows, width, payload)
 
@@ -127,8 +127,8 @@ def _stage_times(times: object) -> tuple[StageTime, ...]:
         raise InvalidBatchError("frame refused: malformed stage times")
     try:
         return tuple(
-            StageTime(float(compute_s), float(wait_s), _integer(num_decodes))
-            for compute_s, wait_s, num_decodes in times
+            StageTime(float(compute_s), float(wait_s), _integer(num_decodes), _integer(sent_bytes))
+            for compute_s, wait_s, num_decodes, sent_bytes in times
         )
     except (TypeError, ValueError) as error:
         raise InvalidBatchError(f"frame refused: malformed stage times ({error})") from error

@@ -82,6 +82,9 @@ class StageHead:
         problem = "stage 0 has no engine yet" if self._engine is None else self._engine.problem
         return replace(self._worker.pulse(), problem=problem)
 
+    def reset_peak(self) -> None:
+        self._worker.reset_peak()
+
     def check(self) -> None:
         """A stage behind this one may be gone: look, if nothing runs that would find out."""
         self._prepared().check()

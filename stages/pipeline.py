@@ -18,7 +18,7 @@ import ray
 
 from skippy_mesh.engine import Pending
 from skippy_mesh.errors import SkippyError, StageError, StageLostError
-from skippy_mesh.health import WINDOW_S, Pulse
+from skippy_mesh.health import WINDOW_S, Pulse, why_silent
 from skippy_mesh.messages import Request, StepBatch, StepReport, StepResult
 from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.wire import Hidden, encode_activations, encode_step
@@ -270,15 +270,13 @@ def _pulse(ref: Any) -> Pulse | Exception:
 
 def silent_stages(actors: Sequence[Any], *, first_index: int = 0) -> dict[int, str]:
     """The stages that cannot run a step, and what is wrong with each."""
-    silent = {}
-    for index, pulse in read_pulses(dict(enumerate(actors, first_index))).items():
-        if not isinstance(pulse, Pulse):
-            silent[index] = f"stage {index} does not answer ({type(pulse).__name__})"
-        elif not pulse.is_loaded:
-            silent[index] = f"stage {index} was started again and is not loaded yet"
-        elif pulse.problem is not None:
-            silent[index] = pulse.problem
-    return silent
+    return why_silent(read_pulses(dict(enumerate(actors, first_index))))
+
+
+def reset_peaks(actors: Sequence[Any]) -> None:
+    """Let every stage's peak of memory begin anew; returns when all that answer have done so."""
+    refs = [actor.reset_peak.remote() for actor in actors]
+    ray.wait(refs, num_returns=len(refs), timeout=_SILENCE_S)
 
 
 def _chain(actors: Sequence[Any], method: str, batch: StepBatch, output: Any) -> Any:

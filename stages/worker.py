@@ -11,7 +11,7 @@ import functools
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from skippy_mesh.errors import (
 from skippy_mesh.health import Pulse
 from skippy_mesh.messages import StageTime, StepBatch, StepResult
 from skippy_mesh.scheduler.memory import Capacity
-from skippy_mesh.sizes import available_bytes, format_size
+from skippy_mesh.sizes import available_bytes, format_size, process_bytes, reset_peak
 from skippy_mesh.wire import Hidden, decode_activations, decode_step, encode_activations
 from stages.batch import Floats, Rows
 from stages.context import StageContext
@@ -48,10 +48,10 @@ class StageInfo:
 
     ``capacity`` is what requests can use, ``planned`` what was asked for: less came out where
     memory was short. ``context_bytes`` are what the context took, ``planned_context_bytes`` what
-    the plan charged for the one asked for, None without a plan. ``rules`` are what a step may hold.
-    ``why_inexact`` is None
-    when the self-test proved that company does not change a row's bits. ``load_s`` is all of
-    :meth:`StageWorker.load`, of which the self-test took ``self_test_s``.
+    the plan charged for the one asked for, None without a plan; of which ``cell_bytes`` is what a
+    cell of each store takes, empty without a plan. ``rules`` are what a step may hold.
+    ``why_inexact`` is None when the self-test proved that company does not change a row's bits.
+    ``load_s`` is all of :meth:`StageWorker.load`, of which the self-test took ``self_test_s``.
     """
 
     index: int
@@ -67,6 +67,7 @@ class StageInfo:
     weight_bytes: int
     context_bytes: int
     planned_context_bytes: int | None
+    cell_bytes: Mapping[str, int]
     rss_bytes: int
     profile: Profile
     why_inexact: str | None
@@ -156,6 +157,7 @@ class StageWorker:
             ended_s - started_s,
             started_s - (self._ended_s or started_s),
             self._loaded().num_decodes - num_decodes,
+            0 if self.spec.is_last or output is None else output.nbytes,
         )
         self._ended_s = ended_s
         stages = (*(hidden.stages if hidden else ()), time_here)
@@ -234,7 +236,15 @@ class StageWorker:
         """How it is just now. Never waits for a running step."""
         began_s = self._step_began_s
         step_s = 0.0 if began_s is None else time.monotonic() - began_s
-        return Pulse(self._info is not None, self._epoch, step_s)
+        rss_bytes, peak_rss_bytes = process_bytes() or (None, None)
+        return Pulse(
+            self._info is not None, self._epoch, step_s,
+            rss_bytes=rss_bytes, peak_rss_bytes=peak_rss_bytes,
+        )  # fmt: skip
+
+    def reset_peak(self) -> None:
+        """Its process's peak of memory begins anew."""
+        reset_peak()
 
     def node(self) -> str:
         """The machine it runs on."""
@@ -342,6 +352,7 @@ def _describe(
         weight_bytes=memory.weight_bytes,
         context_bytes=memory.context_bytes,
         planned_context_bytes=planned_bytes,
+        cell_bytes=spec.need.cell_bytes if spec.need else {},
         rss_bytes=memory.rss_bytes,
         profile=stage.profile,
         why_inexact=why_inexact,

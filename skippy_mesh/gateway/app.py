@@ -15,7 +15,7 @@ from skippy_mesh.client import EngineClient
 from skippy_mesh.gateway.about import About
 from skippy_mesh.gateway.chat import Tokenizer
 from skippy_mesh.gateway.constraints import GrammarCompiler
-from skippy_mesh.gateway.errors import ApiError, Edge, to_api_error
+from skippy_mesh.gateway.errors import PUBLIC_PATHS, ApiError, Edge, to_api_error
 from skippy_mesh.gateway.generation import Generation
 from skippy_mesh.gateway.openapi import document
 from skippy_mesh.gateway.parsing import BodyParser
@@ -47,15 +47,18 @@ def create_app(
     rules: ApiRules | None = None,
     sharing: Sharing | None = None,
     metrics: Callable[[], bytes] = bytes,
+    reset_peaks: Callable[[], None] = lambda: None,
     status: Callable[[], Mapping[str, object]] = dict,
     on_reject: Callable[[str], None] | None = None,
+    on_stall: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """The application.
 
     ``health`` answers at once: None when the mesh can serve. ``exact_reason`` says why ``exact`` is
     false. ``metrics`` renders the page at ``/metrics``, ``status`` is what ``/status`` shows;
-    neither waits for the engine. ``on_reject`` gets the code of every refused generation.
-    ``state.refuse_waiting()`` sends away who is in the queue.
+    neither waits for the engine. ``reset_peaks`` lets the stages' peaks of memory begin anew.
+    ``on_reject`` gets the code of every refused generation, ``on_stall`` hears of every stream that
+    was ended because nobody read it. ``state.refuse_waiting()`` sends away who is in the queue.
     """
     limits, rules, sharing = limits or Limits(), rules or ApiRules(), sharing or Sharing()
     app = FastAPI(
@@ -65,7 +68,8 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(Edge, api_keys=api_keys, on_reject=on_reject)
+    public = PUBLIC_PATHS - {"/metrics"} if rules.guards_metrics else PUBLIC_PATHS
+    app.add_middleware(Edge, api_keys=api_keys, public_paths=public, on_reject=on_reject)
     if rules.cors_origins:
         # Outermost: a browser asks, without a key, before it sends one.
         app.add_middleware(
@@ -89,7 +93,7 @@ def create_app(
     generation = Generation(
         engine, tokenizer, grammars, prompts,
         model_name=model_name, about=about, readiness=readiness, places=places, bounds=bounds,
-        limits=limits, sharing=sharing, rules=rules, read=read,
+        limits=limits, sharing=sharing, rules=rules, read=read, on_stall=on_stall,
     )  # fmt: skip
     for path, route in {
         "/": about.home,
@@ -107,6 +111,7 @@ def create_app(
         "/v1/chat/completions": generation.chat_completions,
         "/v1/completions": generation.completions,
         "/v1/abort": generation.abort, "/abort_requests": generation.abort,
+        "/v1/peak_reset": _reset(reset_peaks),
         "/tokenize": texts.tokenize, "/detokenize": texts.detokenize,
         "/apply-template": texts.apply_template,
     }.items():  # fmt: skip
@@ -127,6 +132,14 @@ def _page(metrics: Callable[[], bytes]) -> Route:
     async def answer() -> Response:
         page = await asyncio.to_thread(metrics)  # milliseconds, and tokens are on their way
         return Response(page, media_type="text/plain; version=0.0.4")
+
+    return answer
+
+
+def _reset(reset_peaks: Callable[[], None]) -> Route:
+    async def answer() -> Response:
+        await asyncio.to_thread(reset_peaks)  # a stage may be silent
+        return Response(status_code=204)
 
     return answer
 

@@ -11,7 +11,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -135,8 +135,8 @@ class Edge:
     """The outermost layer: names the request, checks its key, answers for whatever fails inside.
 
     ``scope["state"]["request_id"]`` is the id that the reply's header will carry; a route may
-    still change it until the reply starts; ``key_id`` beside it tells keys apart. ``on_reject``
-    gets the code of every refused generation.
+    still change it until the reply starts; ``key_id`` beside it tells keys apart. No key is needed
+    for ``public_paths``. ``on_reject`` gets the code of every refused generation.
     """
 
     def __init__(
@@ -144,11 +144,13 @@ class Edge:
         app: ASGIApp,
         *,
         api_keys: Sequence[str] = (),
+        public_paths: Container[str] = PUBLIC_PATHS,
         on_reject: Callable[[str], None] | None = None,
     ):
         self._app = app
         self._keys = [key.encode() for key in api_keys]
         self._key_ids = [hashlib.sha256(key).hexdigest() for key in self._keys]
+        self._public_paths = public_paths
         self._on_reject = on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,7 +171,7 @@ class Edge:
             await send(message)
 
         try:
-            if scope["path"] not in PUBLIC_PATHS:
+            if scope["path"] not in self._public_paths:
                 state["key_id"] = self._check_key(headers)
             await self._app(scope, receive, send_named)
         except ClientDisconnect:

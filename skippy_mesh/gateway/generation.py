@@ -68,7 +68,8 @@ class _Job:
 
 
 class Generation:
-    """The routes. ``read`` gives the bytes of a body, within the limit of this server."""
+    """The routes. ``read`` gives the bytes of a body, within the limit of this server; ``on_stall``
+    hears of every stream that was ended because nobody read it."""
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Generation:
         sharing: Sharing,
         rules: ApiRules,
         read: Read,
+        on_stall: Callable[[], None],
     ):
         self._engine = engine
         self._tokenizer = tokenizer
@@ -100,6 +102,7 @@ class Generation:
         self._sharing = sharing
         self._rules = rules
         self._read = read
+        self._on_stall = on_stall
         self._open = OpenRequests()
         self._parser = BodyParser(defaults=rules.defaults, is_strict=rules.is_strict_field)
         chat_limit = {} if rules.max_chat_tokens is None else {"n_predict": rules.max_chat_tokens}
@@ -177,6 +180,7 @@ class Generation:
             options=body.stream_options or StreamOptions(),
             has_timings=body.timings_per_token,
             limits=self._limits,
+            on_stall=self._on_stall,
         )
 
     def _new_reply(self, job: _Job, requests: Sequence[EngineRequest]) -> Reply:

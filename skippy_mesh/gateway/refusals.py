@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from skippy_mesh.errors import CoordinatorLostError, RequestError
 from skippy_mesh.gateway.errors import ApiError, refused, unavailable
 from skippy_mesh.gateway.places import PlaceRefusedError
+from skippy_mesh.mesh_facts import Bound
 from skippy_mesh.messages import Request
 from skippy_mesh.places import retry_after_s
-from skippy_mesh.telemetry import Bound
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ class ApiRules:
     """``aliases`` are further names of the model, ``tokenizer_id`` where a client finds its
     tokenizer, ``facts`` what its card says besides. ``defaults`` stand for sampling fields that a
     request leaves out; of chats, ``max_chat_tokens`` too. At most ``max_n`` answers to a prompt.
-    ``knows_priority``: the scheduler looks at it. ``chat_template`` stands for the model's own,
-    ``tool_parser`` for the form of calls that the template leads to. Pages of ``cors_origins`` may
-    ask; ``root_path`` is what a proxy takes off."""
+    ``knows_priority``: the scheduler looks at it. ``guards_metrics``: the page needs a key, too.
+    ``chat_template`` stands for the model's own, ``tool_parser`` for the form of calls that the
+    template leads to. Pages of ``cors_origins`` may ask; ``root_path`` is what a proxy takes off.
+    """
 
     aliases: tuple[str, ...] = ()
     tokenizer_id: str | None = None
@@ -28,6 +29,7 @@ class ApiRules:
     is_strict_field: bool = False
     is_strict_model: bool = False
     knows_priority: bool = False
+    guards_metrics: bool = False
     chat_template: str | None = None
     tool_parser: str | None = None
     cors_origins: tuple[str, ...] = ()

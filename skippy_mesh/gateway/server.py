@@ -9,12 +9,11 @@ signal aborts at once.
 from __future__ import annotations
 
 import ipaddress
-import logging
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,7 +21,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from skippy_mesh.client import EngineClient
+from skippy_mesh.config import METRICS_ALIASES
 from skippy_mesh.errors import SkippyError, UsageError
+from skippy_mesh.exposition import Family
 from skippy_mesh.gateway.app import create_app
 from skippy_mesh.gateway.places import Places
 from skippy_mesh.gateway.prefixes import Sharing, new_secret
@@ -31,15 +32,13 @@ from skippy_mesh.gateway.refusals import Bounds
 from skippy_mesh.gateway.rules import ApiRules
 from skippy_mesh.gateway.status import Served, status
 from skippy_mesh.gateway.token_stream import Limits
+from skippy_mesh.gateway.watch import Watch
 from skippy_mesh.places import Doorkeeper
 from skippy_mesh.step_log import StepLog
 from skippy_mesh.telemetry import Telemetry
 from stages.grammar_compiler import GrammarCompiler
 from stages.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
-_WATCH_S = 1.0
 _ABORT_S = 10  # for the last events to reach their clients
 _POLL_S = 0.1
 
@@ -81,9 +80,10 @@ class GatewaySpec:
 
     ``build`` are the labels of ``build_info``, ``config`` what ``/status`` shows of the flags.
     ``step_log`` is there already, so that a gateway that is started again goes on in it.
-    ``counts_steps`` is false for an engine that keeps no step records. ``prefix_secret`` is made
-    with the spec, so that a gateway that is started again keeps the namespaces. Told to end, it
-    lets run for ``drain_s`` what runs.
+    ``counts_steps`` is false for an engine that keeps no step records. ``metrics_aliases`` are the
+    sets of other servers' names on ``/metrics``. ``prefix_secret`` is made with the spec, so that a
+    gateway that is started again keeps the namespaces. Told to end, it lets run for ``drain_s``
+    what runs.
     """
 
     host: str
@@ -96,6 +96,7 @@ class GatewaySpec:
     rules: ApiRules = field(default_factory=ApiRules)
     step_log: str | None = None
     counts_steps: bool = True
+    metrics_aliases: tuple[str, ...] = METRICS_ALIASES
     build: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
     drain_s: float = 5.0
@@ -108,46 +109,14 @@ class GatewaySpec:
         return not self.api_keys and not is_loopback(self.host)
 
 
-class Watch:
-    """Asks whether the stages answer every second, on a thread of its own.
+class Closes(Protocol):
+    def close(self) -> None: ...
 
-    ``silent`` is the last answer, None before the first, so a health question never waits for a
-    stage.
-    """
 
-    def __init__(self, silent_stages: Callable[[], Mapping[int, str]], *, num_stages: int):
-        self.silent: Mapping[int, str] | None = None
-        self._stages = range(num_stages)
-        self._heard_s: dict[int, float] = {}
-        self._silent_stages = silent_stages
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._thread.start()
+class Board(Protocol):
+    """Who else wants to know what ``/metrics`` shows, besides those who read it."""
 
-    @property
-    def problem(self) -> Problem | None:
-        for stage, reason in (self.silent or {}).items():
-            return Problem("stage_unavailable", reason, stage)
-        return None
-
-    def lease_ages_s(self) -> dict[int, float]:
-        """How long ago each stage said that it is well; one that never did is not there."""
-        now_s = time.monotonic()
-        return {stage: now_s - heard_s for stage, heard_s in list(self._heard_s.items())}
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            asked_s = time.monotonic()
-            silent = self._silent_stages()
-            self._heard_s |= {stage: asked_s for stage in self._stages if stage not in silent}
-            if silent and not self.silent:
-                logger.warning("not serving: %s", next(iter(silent.values())))
-            self.silent = silent
-            self._stopped.wait(_WATCH_S)
-
-    def close(self) -> None:
-        self._stopped.set()
-        self._thread.join()
+    def start(self, families: Callable[[Sequence[str]], Sequence[Family]]) -> Closes: ...
 
 
 class GatewayServer:
@@ -161,19 +130,29 @@ class GatewayServer:
     def __repr__(self) -> str:
         return f"gateway {self._spec.host}:{self._spec.port}"
 
-    def start(self, mesh: Served, doorkeeper: Doorkeeper, sock: socket.socket | None = None) -> str:
+    def start(
+        self,
+        mesh: Served,
+        doorkeeper: Doorkeeper,
+        sock: socket.socket | None = None,
+        board: Board | None = None,
+    ) -> str:
         """Answer requests to ``mesh`` from now on; the URL. ``sock`` is listened on already, else
-        the gateway opens its own."""
+        the gateway opens its own. ``board`` is told what ``/metrics`` shows."""
         spec = self._spec
         sock = sock or listen(spec.host, spec.port)
         self._mesh = mesh
         self._places = Places(doorkeeper)
         self._grammars = GrammarCompiler(spec.model_path)
-        self._watch = Watch(mesh.silent_stages, num_stages=len(mesh.infos))
+        self._watch = Watch(mesh.pulses, num_stages=len(mesh.infos))
         self._telemetry = self._new_telemetry()
         self._client = EngineClient(
-            mesh.channel, max_model_len=mesh.max_model_len, on_report=self._telemetry.observe
+            mesh.channel,
+            max_model_len=mesh.max_model_len,
+            on_report=self._telemetry.observe,
+            on_requests=self._telemetry.observe_requests,
         )
+        self._teller = None if board is None else board.start(self._telemetry.families)
         self._app = self._new_app()
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -211,6 +190,8 @@ class GatewayServer:
         self._client.close()
         self._grammars.close()
         self._watch.close()
+        if self._teller is not None:
+            self._teller.close()
         self._telemetry.close()
         return True
 
@@ -218,18 +199,34 @@ class GatewayServer:
         spec, mesh = self._spec, self._mesh
         telemetry = Telemetry(
             model_name=spec.model_name,
+            max_model_len=mesh.max_model_len,
+            aliases=spec.metrics_aliases,
             build=spec.build,
             step_log=None if spec.step_log is None else StepLog(spec.step_log, is_new=False),
             counts_steps=spec.counts_steps,
             oldest_waiting_s=self._places.oldest_waiting_s,
-            silent_stages=lambda: self._watch.silent,
+            is_ready=self._is_ready,
+            sights=self._watch.sights,
         )
         telemetry.describe(
             [info.capacity for info in mesh.infos],
             terms=mesh.ceiling.terms,
             binding=mesh.ceiling.binding,
+            cell_bytes=[info.cell_bytes for info in mesh.infos],
         )
         return telemetry
+
+    def _is_ready(self) -> bool | None:
+        """What ``/ready`` would answer without a probe; None if it would take one to know."""
+        if self._problem() is not None:
+            return False
+        age_s = self._client.last_token_age_s
+        window_s = self._spec.limits.ready_window_s
+        return True if age_s is not None and age_s <= window_s else None
+
+    def _reset_peaks(self) -> None:
+        self._mesh.reset_peaks()
+        self._watch.look()
 
     def _drain(self) -> None:
         self._app.state.refuse_waiting()
@@ -269,6 +266,8 @@ class GatewayServer:
             metrics=self._telemetry.render,
             status=self._status,
             on_reject=self._telemetry.reject,
+            on_stall=self._telemetry.stall,
+            reset_peaks=self._reset_peaks,
         )
 
     def _sharing(self) -> Sharing:

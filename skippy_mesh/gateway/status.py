@@ -8,9 +8,10 @@ from typing import Protocol
 
 from skippy_mesh.client import Channel
 from skippy_mesh.gateway.readiness import Problem
+from skippy_mesh.health import Pulse
+from skippy_mesh.mesh_facts import Bound
 from skippy_mesh.messages import Snapshot
 from skippy_mesh.step_totals import cells
-from skippy_mesh.telemetry import Bound
 from stages.worker import StageInfo
 
 
@@ -39,7 +40,9 @@ class Served(Protocol):
     @property
     def why_inexact(self) -> str | None: ...
     @property
-    def silent_stages(self) -> Callable[[], Mapping[int, str]]: ...
+    def pulses(self) -> Callable[[], Mapping[int, Pulse | Exception]]: ...
+    @property
+    def reset_peaks(self) -> Callable[[], None]: ...
 
 
 def status(

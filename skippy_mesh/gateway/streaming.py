@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -137,6 +137,7 @@ class EventStream(Response):
         options: StreamOptions,
         has_timings: bool = False,
         limits: Limits,
+        on_stall: Callable[[], None],
     ):
         self._reply = reply
         self._answer = answer
@@ -144,6 +145,7 @@ class EventStream(Response):
         self._options = options
         self._has_timings = has_timings
         self._limits = limits
+        self._on_stall = on_stall
         self._begun: set[int] = set()
         self.status_code = 200
         self.background = None
@@ -155,9 +157,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _first(self._write(send), _until_gone(receive), self._answer.until_stalled())
+            await _first(self._write(send), _until_gone(receive), self._until_stalled())
         finally:
             self._answer.close()
+
+    async def _until_stalled(self) -> None:
+        await self._answer.until_stalled()
+        self._on_stall()
 
     async def _write(self, send: Send) -> None:
         await send(

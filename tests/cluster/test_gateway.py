@@ -59,9 +59,10 @@ class Served:
 
     def metric(self, name, **labels):
         families = text_string_to_metric_families(self.http.get("/metrics").text)
+        full = name if ":" in name else f"skippy:{name}"
         return sum(
             sample.value for family in families for sample in family.samples
-            if sample.name == f"skippy:{name}" and labels.items() <= sample.labels.items()
+            if sample.name == full and labels.items() <= sample.labels.items()
         )  # fmt: skip
 
 
@@ -94,7 +95,9 @@ def serving(model, *, max_queue):
     spec = GatewaySpec(host="127.0.0.1", port=port, model_path=str(model), model_name="tiny")
     with (
         mesh(specs_of(model, 6, (2,), CONTEXT), EngineSettings(), mesh_name=name) as started,
-        gateway_actor(GatewayServer, spec, started, limits, mesh_name=name) as gateway,
+        gateway_actor(
+            GatewayServer, spec, started, limits, mesh_name=name, has_board=True
+        ) as gateway,
     ):
         served = Served(name, spec, limits, started, gateway)
         with served.http:
@@ -127,6 +130,70 @@ def test_the_actors_have_names_and_the_status_says_where_what_is(served):
     }  # fmt: skip
     assert (status["running"], status["queue"]) == (0, {"requests": 0, "tokens": 0})
     assert served.metric("stage_up") == 2
+
+
+def exported():
+    """What Ray's agent on this node shows Prometheus: values summed over all series of a name."""
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    values, labels = Counter(), {}
+    for family in text_string_to_metric_families(httpx.get(url).text):
+        for sample in family.samples:
+            if sample.labels.get("model_name") == "tiny":
+                values[sample.name] += sample.value
+                labels[sample.name] = sample.labels
+    return values, labels
+
+
+ONCE_A_REQUEST = (
+    "vllm_request_success_total", "serve_deployment_request_counter_total",
+    "vllm_e2e_request_latency_seconds_count", "vllm_time_to_first_token_seconds_count",
+    "vllm_request_time_per_output_token_seconds_count", "vllm_request_prompt_tokens_count",
+    "vllm_request_generation_tokens_count", "vllm_request_queue_time_seconds_count",
+    "vllm_request_prefill_time_seconds_count", "vllm_request_decode_time_seconds_count",
+    "skippy_requests_finished_total",
+)  # fmt: skip
+TOTALS = {
+    "vllm_generation_tokens_total": "vllm:generation_tokens_total",
+    "vllm_prompt_tokens_total": "vllm:prompt_tokens_total",
+    "vllm_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
+    "skippy_steps_total": "steps_total",
+    "skippy_step_rows_count": "step_rows_count",
+}
+GAUGES = (
+    "vllm_num_requests_running", "vllm_num_requests_waiting", "vllm_num_requests_swapped",
+    "vllm_kv_cache_usage_perc", "skippy_kv_cells", "skippy_stage_up", "skippy_memory_bytes",
+)  # fmt: skip
+
+
+def test_ray_shows_what_its_boards_ask_for_and_what_the_page_says(served):
+    served.tokens()
+    expected = dict.fromkeys(ONCE_A_REQUEST, served.metric("requests_finished_total"))
+    expected |= {name: served.metric(ours) for name, ours in TOTALS.items()}
+    assert all(expected.values())
+    eventually(lambda: {name: exported()[0][f"ray_{name}"] for name in expected} == expected)
+    values, labels = exported()
+    assert labels.keys() >= {f"ray_{name}" for name in GAUGES}
+    page_sum = served.metric("vllm:request_prompt_tokens_sum")
+    assert values["ray_vllm_request_prompt_tokens_sum"] == pytest.approx(page_sum, rel=0.15)
+    # Serve LLM joins by process with the counter of Ray Serve, and Data LLM wants no replica.
+    processes = {found["WorkerId"] for name, found in labels.items() if "_vllm_" in name}
+    assert processes == {labels["ray_serve_deployment_request_counter_total"]["WorkerId"]}
+    assert "ReplicaId" not in labels["ray_vllm_generation_tokens_total"]
+
+
+def test_what_a_hop_carries_and_what_memory_a_stage_takes(served):
+    served.tokens()
+    num_rows = served.metric("step_rows_sum")
+    assert served.metric("activation_bytes_total", hop="0-1") == num_rows * 512 * 4
+    assert served.metric("ready") == 1
+    assert served.http.post("/v1/peak_reset").status_code == 204
+    for stage in "01":
+        now, peak = (
+            served.metric(f"memory_{name}", stage=stage) for name in ("bytes", "peak_bytes")
+        )
+        assert 2**24 < now <= peak
+    assert "skippy:kv_bytes" not in served.http.get("/metrics").text, "no plan says what one takes"
 
 
 def test_a_coordinator_killed_under_load_ends_nobody_and_comes_back_knowing_who_is_in(served):

@@ -6,6 +6,7 @@ Without these a dead client keeps its cells, and a slow one stops everybody.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -120,13 +121,13 @@ def test_a_reader_that_leaves_the_queue_costs_nothing() -> None:
 
 
 def test_a_reader_that_stops_reading_is_ended_and_blocks_nobody() -> None:
-    pipeline = FakePipeline()
+    pipeline, stalls = FakePipeline(), itertools.count()
     engine = RunningEngine(pipeline)
     limits = Limits(max_pending=8, stall_timeout_s=0.05)
     app = create_app(
         engine.client, FakeTokenizer(), FakeGrammars(),
         model_name="fake", health=lambda: None, limits=limits,
-        places=places_of(), bounds=BOUNDS,
+        places=places_of(), bounds=BOUNDS, on_stall=lambda: next(stalls),
     )  # fmt: skip
     body = json.dumps({**ENDLESS, "stream": True}).encode()
     received: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -146,6 +147,7 @@ def test_a_reader_that_stops_reading_is_ended_and_blocks_nobody() -> None:
     try:
         asyncio.run(asyncio.wait_for(app(scope, receive, send), timeout=5))
         eventually(lambda: pipeline.histories == {})
+        assert next(stalls) == 1, "it is counted once"
         assert len(sent) == 3, "the stalled reader was not told more than it took"
     finally:
         engine.stop()

@@ -265,7 +265,9 @@ def test_the_age_of_the_queue_is_shown_while_there_is_one() -> None:
     gate = Gate()
     places = places_of(ceiling=1, max_queue=2)
     places._clock = lambda: now_s[0]
-    telemetry = Telemetry(model_name="tiny", oldest_waiting_s=places.oldest_waiting_s)
+    telemetry = Telemetry(
+        model_name="tiny", max_model_len=512, oldest_waiting_s=places.oldest_waiting_s
+    )
     options: dict[str, Any] = {"places": places, "metrics": telemetry.render}
     with (
         serving(engine=RunningEngine(FakePipeline(on_step=gate), num_lanes=1), **options) as client,

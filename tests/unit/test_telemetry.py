@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.ceiling import ceiling
 from skippy_mesh.client import EngineClient, ReportQueue
@@ -25,12 +24,11 @@ from skippy_mesh.errors import UsageError
 from skippy_mesh.gateway.app import create_app
 from skippy_mesh.gateway.readiness import LOADING, Problem
 from skippy_mesh.gateway.token_stream import Limits
+from skippy_mesh.mesh_facts import StageSight
 from skippy_mesh.messages import (
     Request,
-    Snapshot,
     StageTime,
     StepBatch,
-    StepRecord,
     StepReport,
     StepResult,
     TokenEvent,
@@ -38,99 +36,21 @@ from skippy_mesh.messages import (
 from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.step_log import StepLog
 from skippy_mesh.step_totals import DURATIONS_S, STEP_ROWS
-from skippy_mesh.telemetry import Telemetry
 from stages.fake import FakeGrammars, FakeTokenizer
 from tests.engines import BOUNDS, places_of
-
-STAGES = (Capacity(lanes=8, attention=4096), Capacity(lanes=6, attention=4352, window=4096))
-LEDGER = {
-    "attention": {"active": 100, "resident": 20, "reserved": 30, "free": 3946},
-    "window": {"active": 100, "resident": 20, "reserved": 30, "free": 3946},
-    "lanes": {"running": 2, "resident": 1, "free": 3},
-}
-WAITING = {"memory": 3, "lane": 0, "order": 1, "preempted": 2}
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def telemetry_of(described: bool = True, **options: Any) -> Telemetry:
-    telemetry = Telemetry(model_name="tiny", **options)
-    if described:
-        found = ceiling(STAGES)
-        telemetry.describe(STAGES, terms=found.terms, binding=found.binding)
-    return telemetry
-
-
-def state(running: int = 2, waiting: dict[str, int] | None = None) -> Snapshot:
-    return Snapshot(
-        running=running,
-        waiting=WAITING if waiting is None else waiting,
-        waiting_tokens=77,
-        components=LEDGER,
-    )
-
-
-def idle() -> Snapshot:
-    return state(0, dict.fromkeys(WAITING, 0))
-
-
-def record(**changes: Any) -> StepRecord:
-    fields: dict[str, Any] = {
-        "epoch": 1, "step_id": 5, "kind": "mixed", "state": state(),
-        "admitted": 2, "resumed": 1, "preempted": 1,
-        "prefill_tokens": 60, "decode_tokens": 3,
-        "recompute_prompt_tokens": 10, "recompute_output_tokens": 4,
-        "prefix_hits": 0, "prefix_misses": {}, "prefix_hit_tokens": 0,
-        "prefix_queried_tokens": 0, "prefix_evictions": {},
-        "batches_in_flight": 2, "step_s": 0.1, "scheduler_s": 0.0004, "answered_s": 7.25,
-        "stages": (StageTime(0.04, 0.01), StageTime(0.05, 0.02, 2)),
-    }  # fmt: skip
-    return StepRecord(**{**fields, **changes})
-
-
-def step(*events: TokenEvent, **changes: Any) -> StepReport:
-    return StepReport(events, record(**changes))
-
-
-def token(request_id: str = "a", **fields: Any) -> TokenEvent:
-    return TokenEvent(request_id=request_id, token_id=7, **fields)
-
-
-class Seen:
-    """A page as a scraper reads it."""
-
-    def __init__(self, page: bytes):
-        self.text = page.decode()
-        self.types = {}
-        self.samples: dict[str, list[tuple[dict[str, str], float]]] = {}
-        for family in text_string_to_metric_families(self.text):
-            self.types[family.name] = family.type
-            for sample in family.samples:
-                labels = dict(sample.labels)
-                assert labels.pop("model_name") == "tiny"
-                self.samples.setdefault(sample.name, []).append((labels, sample.value))
-
-    def __contains__(self, name: str) -> bool:
-        return f"skippy:{name}" in self.samples
-
-    def __call__(self, name: str, **labels: str) -> float:
-        """The sum of the samples that carry ``labels``."""
-        values = [
-            value
-            for found, value in self.samples[f"skippy:{name}"]
-            if labels.items() <= found.items()
-        ]
-        assert values, f"no sample of {name} with {labels}"
-        return sum(values)
-
-
-def seen(telemetry: Telemetry) -> Seen:
-    return Seen(telemetry.render())
+from tests.telemetry import (
+    STAGES,
+    WAITING,
+    Clock,
+    Seen,
+    idle,
+    record,
+    seen,
+    state,
+    step,
+    telemetry_of,
+    token,
+)
 
 
 def test_before_the_mesh_is_loaded_events_count_from_0_and_the_unknown_is_absent() -> None:
@@ -356,7 +276,7 @@ def test_a_real_engines_reports_add_up_and_end_idle() -> None:
         max_in_flight=1,
         ceiling=2,
     )
-    telemetry = Telemetry(model_name="tiny")
+    telemetry = telemetry_of(described=False)
     found = ceiling([capacity])
     telemetry.describe([capacity], terms=found.terms, binding=found.binding)
     clock = Clock()
@@ -420,7 +340,7 @@ class Echo:
             raise ConnectionError("the actor died")
 
 
-def client_of(channel: Echo, telemetry: Telemetry) -> EngineClient:
+def client_of(channel: Echo, telemetry: Any) -> EngineClient:
     return EngineClient(channel, max_model_len=100, on_report=telemetry.observe)
 
 
@@ -506,13 +426,16 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
 
 
 def test_a_silent_stage_is_down_and_before_the_first_answer_none_is_known() -> None:
-    silent: list[dict[int, str] | None] = [None]
-    telemetry = telemetry_of(silent_stages=lambda: silent[0])
-    assert "stage_up" not in seen(telemetry)
-    for found, expected in (({}, (1, 1)), ({1: "no answer"}, (1, 0))):
-        silent[0] = found
-        page = seen(telemetry)
-        assert tuple(page("stage_up", stage=stage) for stage in "01") == expected
+    sights: list[StageSight] = []
+    telemetry = telemetry_of(sights=lambda: sights)
+    names = ("stage_up", "stage_last_reply_age_seconds", "memory_bytes", "memory_peak_bytes")
+    assert not any(name in seen(telemetry) for name in names)
+    sights[:] = [StageSight(True, 0.5, 1000, 3000), StageSight(False, 4.0)]
+    page = seen(telemetry)
+    assert [page("stage_up", stage=stage) for stage in "01"] == [1, 0]
+    assert page("stage_last_reply_age_seconds", stage="1") == 4
+    assert page.samples["skippy:memory_bytes"] == [({"stage": "0", "kind": "rss"}, 1000)]
+    assert page.samples["skippy:memory_peak_bytes"] == [({"stage": "0", "kind": "rss"}, 3000)]
 
 
 def test_a_log_that_is_there_is_gone_on_with(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ EXAMPLE = batch_of(
 )  # fmt: skip
 
 
-STAGES = (StageTime(0.25, 0.5, 1), StageTime(1e-9, 0.0, 0))
+STAGES = (StageTime(0.25, 0.5, 1, 96), StageTime(1e-9, 0.0, 0))
 ONES = wire.Hidden(np.ones((3, 4), np.float32), STAGES)
 
 
@@ -155,7 +155,7 @@ def edited(frame: bytes, index: int, value: object) -> bytes:
 @pytest.mark.parametrize(
     ("index", "value", "reason"),
     [
-        (0, 2, "version 2, this stage speaks 3"),
+        (0, 3, "version 3, this stage speaks 4"),
         (1, wire.KIND_ACTIVATIONS, "kind"),
         (2, "0", "expected an integer"),
         (4, [["r", 0, 0, -1]] * (wire.MAX_OPERATIONS + 1), "operations"),
