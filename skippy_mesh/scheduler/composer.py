@@ -16,6 +16,10 @@ from skippy_mesh.scheduler.sequence import Sequence
 MAX_CHUNK_BESIDE_DECODES = 256
 """A recurrent chunk is a step of its own, for which live decodes wait: no more rows than this."""
 
+MIN_PIPELINED_ROWS = 32
+"""Where several batches are in flight, chunks are cut so that stages work on one prompt together;
+rows fewer than these are not worth a hop of their own."""
+
 Rows = list[tuple[Sequence, int]]
 
 
@@ -59,7 +63,9 @@ class Composer:
         if num_decoding := sum(map(self._is_decoding, running)):
             budget = min(budget, self._pacer.limit(num_decoding))
         budget = min(budget, num_free_cells - len(decodes))
-        for sequence in self._prefilling(running):
+        waiting = self._prefilling(running)
+        budget = min(budget, self._pipelined(sum(map(self._chunk_rows, waiting))))
+        for sequence in waiting:
             num_rows = min(sequence.num_left, budget)
             if num_rows <= 0:
                 break
@@ -75,6 +81,7 @@ class Composer:
         waiting = self._prefilling(running)
         if waiting and not (others_decode and self._last_was_chunk):
             limit = MAX_CHUNK_BESIDE_DECODES if others_decode else self._rules.max_rows
+            limit = min(limit, self._pipelined(self._chunk_rows(waiting[0])))
             chunk = self._chunk(waiting[0], min(limit, num_free_cells))
             if chunk:
                 self._last_was_chunk = True
@@ -82,6 +89,15 @@ class Composer:
         if decodes:
             self._last_was_chunk = False
         return [(sequence, 1) for sequence in decodes]
+
+    def _pipelined(self, num_waiting: int) -> int:
+        """Rows of prefill for one step, of ``num_waiting`` in all. A stage has nothing to do while
+        the first chunk is on the stages before it, and while a batch much larger than the others is
+        on one behind it: so each gets a part of what there is, half of an even share."""
+        if self._max_in_flight == 1:
+            return num_waiting
+        share = -(-num_waiting // (2 * self._max_in_flight))
+        return max(share, MIN_PIPELINED_ROWS)
 
     def _compose_trial(self, sequence: Sequence, num_free_cells: int) -> Rows:
         if sequence.num_in_flight:

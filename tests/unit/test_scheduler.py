@@ -183,7 +183,7 @@ def test_the_share_of_a_batch_caps_decodes_and_not_prompts():
     run.step()
     run.ask(request("p", 200, 2))
     run.step()
-    assert max(plan.num_rows - plan.num_decode for plan in run.plans) >= 60
+    assert max(plan.num_rows - plan.num_decode for plan in run.plans) >= 32
 
 
 def test_chunks_of_one_prompt_follow_each_other_without_waiting():
@@ -609,3 +609,32 @@ def test_only_steps_without_a_prompts_end_teach_the_pace(monkeypatch):
     assert learnt[0] == (16, 0)
     assert (4, 0) not in learnt
     assert learnt.count((0, 1)) == 3
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "rules", "sizes"),
+    [
+        (1, {}, [128]),
+        (2, {}, [32, 32, 32, 32]),
+        (4, {}, [32, 32, 32, 32]),
+        (1, RECURRENT, [128]),
+        (2, RECURRENT, [32, 32, 32, 32]),
+    ],
+)
+def test_where_stages_take_turns_a_lone_prompt_is_shared_out_among_them(in_flight, rules, sizes):
+    """In one piece it is on one stage at a time, and the others wait."""
+    run = Run(
+        cells=4096, max_rows=512, in_flight=in_flight, rules=rules,
+        recurrent=32 if rules else None,
+    )  # fmt: skip
+    run.ask(request("a", 128, 1))
+    run.finish()
+    assert [plan.num_rows for plan in run.plans if plan.parts] == sizes
+
+
+def test_a_batch_holds_no_more_of_the_prompts_than_its_share():
+    run = Run(cells=8192, max_rows=512, in_flight=2)
+    run.ask(*(request(f"r{n}", 128, 1) for n in range(8)))
+    assert [run.send().num_rows, run.send().num_rows] == [256, 192]
+    run.finish()
+    run.assert_answers()
