@@ -188,13 +188,13 @@ def rules_of(args: argparse.Namespace, model: ModelFile) -> ApiRules:
     """:class:`UsageError` if a default is not what a request may have."""
     from skippy_mesh.gateway.parsing import BodyParser
     from skippy_mesh.gateway.rules import ApiRules
-    from skippy_mesh.gateway.schemas import GenerationBody
+    from skippy_mesh.gateway.schemas import CompletionBody
 
     given = {field: getattr(args, flag) for flag, field in _DEFAULTS.items()}
     defaults = {field: value for field, value in given.items() if value is not None}
     if args.default_max_tokens is not None and args.default_max_tokens < 1:
         raise UsageError(f"--default-max-tokens must be 1 or more, got {args.default_max_tokens}")
-    body = BodyParser(defaults=defaults).check(GenerationBody, {})
+    body = BodyParser(defaults=defaults).check(CompletionBody, {"prompt": "x"})
     body.sampling(eog_ids=frozenset(), draw_seed=int)
     return ApiRules(
         aliases=names_of(args, model)[1:],

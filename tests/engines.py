@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from coordinator.ceiling import Term
 from coordinator.coordinator import Coordinator, DirectDoorkeeper
 from skippy_mesh.client import EngineClient, ReportQueue
-from skippy_mesh.config import StepRules
+from skippy_mesh.config import EngineSettings, StepRules
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.gateway.places import Places
 from skippy_mesh.gateway.refusals import Bounds
@@ -40,6 +40,7 @@ class RunningEngine:
         num_cells: int | None = None,
         num_residents: int = 0,
         rules: StepRules | None = None,
+        running: int | None = None,
     ):
         cells = max_model_len * num_lanes if num_cells is None else num_cells
         plan = EnginePlan(
@@ -48,6 +49,7 @@ class RunningEngine:
             max_model_len=max_model_len,
             max_in_flight=1,
             ceiling=num_lanes,
+            settings=EngineSettings(running=running),
         )
         self.submitted: list[str] = []
         self.aborted: list[str] = []

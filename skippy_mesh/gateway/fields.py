@@ -6,15 +6,17 @@ Only what a client may send is coerced. Anything else is passed on, for pydantic
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from pydantic_core import PydanticCustomError
+
+from skippy_mesh.gateway.body import Body
 
 _MAX_STOP_BYTES = 256
 _MAX_BIAS = 100
 
 
-class TextPart(TypedDict):
+class TextPart(Body):
     type: Literal["text"]
     text: str
 

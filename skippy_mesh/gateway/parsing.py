@@ -110,7 +110,7 @@ def _refuse_unknown(kind: type[Body], fields: Mapping[str, object]) -> None:
         if isinstance(info.validation_alias, AliasChoices):
             known.update(alias for alias in info.validation_alias.choices if isinstance(alias, str))
     for name in fields:
-        if name not in known:
+        if name not in known and not name.startswith(_UNSUPPORTED_PREFIX):
             raise RequestError(f"{name} is not a field of this endpoint", param=name)
 
 

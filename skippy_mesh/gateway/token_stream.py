@@ -68,6 +68,7 @@ class TokenStream:
         self._limits = limits
         self._max_pending = limits.max_pending * num_choices
         self._open = set(range(num_choices))
+        self._told: set[int] = set()  # those the engine was told to end
         self._abort = abort
         self._on_start = on_start
         self._on_end = on_end
@@ -108,12 +109,13 @@ class TokenStream:
 
     def end(self, index: int, reason: FinishReason) -> None:
         """The reader needs no more of choice ``index``."""
-        if index in self._open:
+        if index in self._open and index not in self._told:
+            self._told.add(index)
             self._abort(index, reason)
 
     def end_all(self) -> None:
         for index in list(self._open):
-            self._abort(index, self._end_reason)
+            self.end(index, self._end_reason)
 
     def close(self) -> None:
         """The reader is done; whatever still runs is aborted."""

@@ -106,14 +106,13 @@ def test_the_last_seeds_go_round(client: httpx.Client) -> None:
 
 
 def test_a_long_prompt_is_computed_once_and_shared() -> None:
-    pipeline = FakePipeline(recite(b"yes"))
     seen: list[int] = []
     pipeline = FakePipeline(recite(b"yes"), on_step=lambda batch: seen.extend(batch.tokens))
     engine = RunningEngine(pipeline, num_residents=4)
     with serving(engine=engine) as client:
         group = ask(client, COMPLETIONS, LONG, n=4)
-        # The last token of a prompt is always computed, for its logits.
-        assert seen.count(ord("x")) == 200 + 3
+        # Who waits comes in when what is still to come is not worth waiting for.
+        assert 200 + 3 <= seen.count(ord("x")) < 200 + 3 * 64
         assert {shown(choice) for choice in group["choices"]} == {"yes"}
         assert group["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 

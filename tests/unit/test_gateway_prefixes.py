@@ -146,22 +146,23 @@ class Counting(FakeTokenizer):
 def test_the_history_of_a_chat_ends_ahead_of_the_generation_prompt() -> None:
     body = ChatBody.model_validate(chat_of("hello", "yes", "what"))
     counting, asked = Counting(), Counting()
-    whole = Prompts(counting, needs_history=False).of_chat(body, None)
-    found = Prompts(asked, needs_history=True).of_chat(body, None)
+    (whole,) = Prompts(counting, needs_history=False).of_chat(body, None)
+    (found,) = Prompts(asked, needs_history=True).of_chat(body, None)
     assert found.token_ids == whole.token_ids
     generation = 1 + len("assistant\n")
     assert found.history_end == len(found.token_ids) - generation
     assert whole.history_end == 0
     assert asked.num_encoded > counting.num_encoded, "the test does not see renderings"
     open_ended = ChatBody.model_validate(chat_of("hello", add_generation_prompt=False))
-    assert Prompts(Counting(), needs_history=True).of_chat(open_ended, None).history_end == 0
+    (found,) = Prompts(Counting(), needs_history=True).of_chat(open_ended, None)
+    assert found.history_end == 0
 
 
 def test_a_template_that_insists_on_a_generation_prompt_has_no_history() -> None:
     stubborn = "{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}" + CHATML
     body = ChatBody.model_validate(chat_of("hello"))
     prompts = Prompts(FakeTokenizer(chat_template=stubborn), needs_history=True)
-    found = prompts.of_chat(body, None)
+    (found,) = prompts.of_chat(body, None)
     assert found.token_ids and found.history_end == 0
     with pytest.raises(RequestError):
         prompts.of_chat(

@@ -157,7 +157,7 @@ class Watched(Slow):
     """Remembers at each step how many sequences hold cells, and how many were told to end."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(0.03)  # longer than the gateway takes for forty chunks
         self.seen: list[tuple[int, int]] = []
         self.look: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
@@ -169,12 +169,12 @@ class Watched(Slow):
 def test_of_forty_readers_twenty_leave_and_two_steps_later_their_cells_are_free() -> None:
     watched = Watched()
     pipeline = FakePipeline(on_step=watched)
-    engine = RunningEngine(pipeline, num_lanes=40)
+    engine = RunningEngine(pipeline, num_lanes=40, running=40)
     watched.look = lambda: (len(pipeline.histories), len(engine.aborted))
     all_read = threading.Barrier(40)
 
     def read(number: int) -> int:
-        with stream(client, max_tokens=200, ignore_eos=True) as response:
+        with stream(client, max_tokens=60, ignore_eos=True) as response:
             lines = response.iter_lines()
             next(lines)
             all_read.wait(60)
@@ -185,7 +185,7 @@ def test_of_forty_readers_twenty_leave_and_two_steps_later_their_cells_are_free(
         ThreadPoolExecutor(40) as pool,
     ):
         found = list(pool.map(read, range(40)))
-        assert found == [199, 0] * 20
+        assert found == [59, 0] * 20
         eventually(lambda: engine.client.num_open == 0 and pipeline.histories == {})
     first = next(at for at, (_, ended) in enumerate(watched.seen) if ended >= 20)
     # The step under way, and one more that could be planned before the last was heard of.

@@ -4,6 +4,7 @@ is never given back, or an idle engine sends somebody away."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from tests.unit.test_gateway import (
     serving,
     shown,
 )
+from tests.unit.test_gateway_streams import require
 
 
 class Counting(FakeTokenizer):
@@ -283,18 +285,19 @@ def test_the_age_of_the_queue_is_shown_while_there_is_one() -> None:
 
 
 def test_a_server_that_ends_sends_the_queue_away_and_lets_run_what_runs() -> None:
-    gate = Gate()
-    engine = RunningEngine(FakePipeline(on_step=gate), num_lanes=1)
+    allowed = threading.Semaphore(1)
+    pipeline = FakePipeline(on_step=lambda _: require(allowed.acquire(timeout=20)))
+    engine, places = RunningEngine(pipeline, num_lanes=1), places_of()
     app = create_app(
         engine.client, FakeTokenizer(), FakeGrammars(), model_name="fake", health=lambda: None,
-        places=places_of(), bounds=BOUNDS,
+        places=places, bounds=BOUNDS,
     )  # fmt: skip
 
     async def end() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
             running = asyncio.create_task(http.post(COMPLETIONS, json=ONCE))
-            while not gate.reached.is_set():
+            while all(place.is_waiting for place in places._open.values()):
                 await asyncio.sleep(0.001)
             queued = [
                 asyncio.create_task(http.post(COMPLETIONS, json={**ONCE, "stream": stream}))
@@ -304,7 +307,7 @@ def test_a_server_that_ends_sends_the_queue_away_and_lets_run_what_runs() -> Non
                 await asyncio.sleep(0.001)
             app.state.refuse_waiting()
             refused = await asyncio.gather(*queued)
-            gate.opened.set()
+            allowed.release(1000)
             return [*refused, await running]
 
     *refused, ran = asyncio.run(end())

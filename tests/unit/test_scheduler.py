@@ -634,7 +634,7 @@ def test_where_stages_take_turns_a_lone_prompt_is_shared_out_among_them(in_fligh
 
 def test_a_batch_holds_no_more_of_the_prompts_than_its_share():
     run = Run(cells=8192, max_rows=512, in_flight=2)
-    run.ask(*(request(f"r{n}", 128, 1) for n in range(8)))
+    run.ask(request("a", 600, 1), request("b", 424, 1))
     assert [run.send().num_rows, run.send().num_rows] == [256, 192]
     run.finish()
     run.assert_answers()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from skippy_mesh.gateway.errors import ApiError, timed_out
 from skippy_mesh.gateway.replies import Delta
-from skippy_mesh.gateway.streaming import Answer
+from skippy_mesh.gateway.streaming import Answer, joined
 from skippy_mesh.gateway.text import Choice, StopMatcher, TextRules
 from skippy_mesh.gateway.token_stream import Limits, TokenStream
 from skippy_mesh.messages import FinishReason, TokenEvent
@@ -189,9 +189,11 @@ def test_a_choice_that_has_what_it_wants_ends_alone_and_what_still_comes_is_not_
         for byte in b"abc":
             tokens.put(0, event(byte))
             tokens.put(1, event(byte))
+        found = [await answer.next() for _ in range(4)]
         tokens.put(0, event(None, "stop"))
         tokens.put(1, event(EOS, "stop"))
-        return await answer.whole()
+        found.append(await answer.next())
+        return [joined([delta for at, delta in found if at == index]) for index in range(2)]
 
     first, second = asyncio.run(read())
     assert (first.text, first.stop_reason, second.text) == ("a", "b", "abc")
