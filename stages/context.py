@@ -308,7 +308,8 @@ class StageContext:
         return view
 
     def _take_rows(self, rows: Rows, padding: Padding, num_inputs: int) -> None:
-        """The last layer's rows become ``hidden``. Behind it a last stage computes outputs only."""
+        """The last layer's rows become ``hidden``. On a last stage most graphs leave out, ahead of
+        that layer's feed-forward, the rows that are no outputs; some only behind it."""
         if not self._is_last:
             self.hidden = self._tapped(num_inputs)[: rows.num_rows]
         elif not self._taps_rows:
@@ -316,22 +317,25 @@ class StageContext:
         else:
             own = list(itertools.compress(itertools.count(), rows.outputs))
             flagged = sorted((*own, *padding.outputs))
-            self.hidden = self._tapped(len(flagged))[np.isin(flagged, own)]
+            found = self._tapped(len(flagged), num_inputs)
+            self.hidden = found[np.isin(flagged, own) if len(found) == len(flagged) else own]
 
-    def _tapped(self, num_rows: int) -> Floats:
-        """The last layer's rows. RuntimeError unless every node the tap waits for came by exactly
-        once: a node that llama.cpp renamed must not pass unseen."""
+    def _tapped(self, *num_rows: int) -> Floats:
+        """The last layer's rows, as many as one of ``num_rows``. RuntimeError unless every node the
+        tap waits for came by exactly once: a node that llama.cpp renamed must not pass unseen."""
         llama_cpp.llama_synchronize(self._context)
         num_bytes, failed = ctypes.c_size_t(), ctypes.c_int()
         num_fired, num_restored = ctypes.c_long(), ctypes.c_long()
         references = map(ctypes.byref, (num_bytes, num_fired, num_restored, failed))
         address = tap_library().tap_rows(self._tap, *references)
-        expected = num_rows * self.num_embd * 4
-        seen = (num_bytes.value, num_fired.value, num_restored.value, failed.value)
-        if seen != (expected, self._taps_rows, self._restores_input, 0):
-            raise RuntimeError(f"the tap saw (bytes, rows, inputs, errors) {seen}")
-        hidden = np.empty((expected // (4 * self.num_embd), self.num_embd), np.float32)
-        ctypes.memmove(hidden.ctypes.data, address, expected)
+        seen = (num_fired.value, num_restored.value, failed.value)
+        found, rest = divmod(num_bytes.value, 4 * self.num_embd)
+        if seen != (self._taps_rows, self._restores_input, 0) or rest or found not in num_rows:
+            raise RuntimeError(
+                f"the tap saw (rows, inputs, errors) {seen} and {num_bytes.value} bytes"
+            )
+        hidden = np.empty((found, self.num_embd), np.float32)
+        ctypes.memmove(hidden.ctypes.data, address, num_bytes.value)
         return hidden
 
     def _dropped(self, lanes: dict[int, int], reason: str) -> DecodeError:

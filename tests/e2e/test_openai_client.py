@@ -6,6 +6,7 @@ Without these a reply has the shape of our own reading of the API and not of its
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,8 +112,12 @@ class _None:
 
 
 def test_the_clients_own_accumulator_agrees(client: OpenAI) -> None:
-    plain = chat(client, n=2)
-    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, **WARM, "n": 2}
+    # It takes an answer that ends at a limit for an error.
+    choices = {"structured_outputs": {"choice": ["one", "two", "three"]}}
+    plain = chat(client, n=2, extra_body=choices)
+    asked: dict[str, Any] = {
+        "model": "tiny", "messages": MESSAGES, **WARM, "n": 2, "extra_body": choices,
+    }  # fmt: skip
     with client.chat.completions.stream(**asked) as stream:
         for _ in stream:
             pass
@@ -139,7 +144,7 @@ def test_a_forced_call_comes_whole_and_in_parts(client: OpenAI, choice: Any) -> 
     plain = chat(client, **asked).choices[0]
     (call,) = plain.message.tool_calls
     assert (plain.finish_reason, call.function.name) == ("tool_calls", "look_up")
-    assert call.function.arguments in ('{"word": "up"}', '{"word": "down"}')
+    assert json.loads(call.function.arguments)["word"] in ("up", "down")
     chunks = list(chat(client, **asked, stream=True))
     parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
     assert (parts[0].id, parts[0].type, parts[0].function.name) != (None, None, None)
@@ -162,7 +167,8 @@ def test_completions_take_prompts_and_echo_them(client: OpenAI) -> None:
     plain = complete(n=2, logprobs=2)
     assert plain.object == "text_completion"
     assert len(plain.choices[0].logprobs.tokens) == 24
-    assert {len(top) for top in plain.choices[0].logprobs.top_logprobs} <= {2, 3}
+    # Two tokens may have one text: bytes that are no character by themselves.
+    assert {len(top) for top in plain.choices[0].logprobs.top_logprobs} <= {1, 2, 3}
     both = complete(prompt=["Once", "Then"])
     assert both.choices[0].text == plain.choices[0].text
     assert complete(echo=True).choices[0].text == "Once" + plain.choices[0].text
