@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from skippy_mesh import __version__
 from skippy_mesh.gateway.spent import Spent, metrics, timings
 from skippy_mesh.gateway.tool_parser import CallDelta
+from skippy_mesh.messages import FinishReason
 from skippy_mesh.times import RequestTimes
 
 _NEVER = -9999.0
@@ -36,7 +37,7 @@ class Delta:
     token_ids: tuple[int, ...]
     scores: tuple[Score, ...] = ()
     calls: tuple[CallDelta, ...] = ()
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 

@@ -12,7 +12,7 @@ from skippy_mesh.gateway.held import num_held
 from skippy_mesh.gateway.replies import Delta, Score
 from skippy_mesh.gateway.spent import Spent
 from skippy_mesh.gateway.tool_parser import CallDelta, ToolParser
-from skippy_mesh.messages import TokenEvent
+from skippy_mesh.messages import FinishReason, TokenEvent
 
 
 class StopMatcher:
@@ -106,7 +106,7 @@ class Choice:
 
     def push(self, event: TokenEvent) -> Delta | None:
         """What ``event`` adds; None while there is nothing to show."""
-        finish: str | None = event.finish_reason
+        finish: FinishReason | None = event.finish_reason
         stop: str | int | None = None
         data = b""
         self._last = event
@@ -132,8 +132,8 @@ class Choice:
         return self._delta(finish, stop) if self._is_due(finish) else None
 
     def _parse(
-        self, tools: ToolParser, text: str, finish: str | None, stop: str | int | None
-    ) -> tuple[str, str | None, str | int | None]:
+        self, tools: ToolParser, text: str, finish: FinishReason | None, stop: str | int | None
+    ) -> tuple[str, FinishReason | None, str | int | None]:
         text, calls = tools.feed(text, final=finish is not None)
         self._unsent_calls += calls
         if tools.num_calls and (finish == "stop" or (finish is None and tools.is_full)):
@@ -157,13 +157,13 @@ class Choice:
             self._end_s = now_s + self._rules.max_s
         return now_s >= self._end_s
 
-    def _is_due(self, finish: str | None) -> bool:
+    def _is_due(self, finish: FinishReason | None) -> bool:
         if finish is not None:
             return True
         is_enough = self._is_first or len(self._unsent_ids) >= self._rules.interval
         return bool(self._unsent_text or self._unsent_calls) and is_enough
 
-    def _delta(self, finish: str | None, stop: str | int | None) -> Delta:
+    def _delta(self, finish: FinishReason | None, stop: str | int | None) -> Delta:
         delta = Delta(
             text=self._unsent_text,
             token_ids=tuple(self._unsent_ids),

@@ -51,7 +51,7 @@ class Watch:
         sights = []
         for stage in self._stages:
             pulse = pulses.get(stage)
-            memory = (None, None)
+            memory: tuple[int | None, int | None] = (None, None)
             if isinstance(pulse, Pulse):
                 memory = (pulse.rss_bytes, pulse.peak_rss_bytes)
             sights.append(StageSight(stage not in silent, ages_s.get(stage), *memory))
