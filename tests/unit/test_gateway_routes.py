@@ -358,7 +358,7 @@ def test_pages_of_other_origins_may_ask_only_if_they_are_named() -> None:
 def test_a_named_parser_reads_calls_in_its_own_form() -> None:
     call = b'{"name": "look", "parameters": {"at": 1}}'
     tools = [{"type": "function", "function": {"name": "look"}}]
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | length }}{% endif %}"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools or 0 }}"
     options: dict[str, Any] = {"tokenizer": FakeTokenizer(chat_template=template)}
     for parser, calls in ((None, None), ("llama3_json", "look")):
         rules = ApiRules(tool_parser=parser)
