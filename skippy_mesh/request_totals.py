@@ -23,6 +23,19 @@ PHASES_S = (
 )  # fmt: skip
 BETWEEN_TOKENS_S = DURATIONS_S[3:]
 PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
+_MOST_TOKENS = 2**20
+
+
+def token_bounds(max_tokens: int) -> Iterator[int]:
+    """1, 2, 5, 10 and so on, up to ``max_tokens``."""
+    power = 1
+    while power <= max_tokens:
+        yield from (bound for bound in (power, 2 * power, 5 * power) if bound <= max_tokens)
+        power *= 10
+
+
+# The same for every model: Ray knows one set of buckets for a name on a node.
+_FINE_TOKENS = (*geometric(1, _MOST_TOKENS), *token_bounds(_MOST_TOKENS))
 
 
 class RequestTotals:
@@ -30,7 +43,7 @@ class RequestTotals:
 
     def __init__(self, max_model_len: int):
         fine_s = geometric(DURATIONS_S[0], PHASES_S[-1])
-        counts, fine = tuple(token_bounds(max_model_len)), geometric(1, max_model_len)
+        counts = tuple(token_bounds(max_model_len))
         self.first_token_s = Histogram(FIRST_TOKEN_S, fine_s)
         self.gap_s = Histogram(BETWEEN_TOKENS_S)
         self.per_token_s = Histogram(BETWEEN_TOKENS_S, fine_s)
@@ -39,8 +52,8 @@ class RequestTotals:
         self.prefill_s = Histogram(PHASES_S, fine_s)
         self.decode_s = Histogram(PHASES_S, fine_s)
         self.inference_s = Histogram(PHASES_S, fine_s)
-        self.prompt = Histogram(counts, fine)
-        self.output = Histogram(counts, fine)
+        self.prompt = Histogram(counts, _FINE_TOKENS)
+        self.output = Histogram(counts, _FINE_TOKENS)
         self.preemptions = Histogram(PREEMPTIONS, geometric(1, PREEMPTIONS[-1]))
         self.cancel_s = Histogram(DURATIONS_S, fine_s)
         self.num_prompt = self.num_cached = self.num_output = 0
@@ -86,11 +99,3 @@ class RequestTotals:
             "cancel_seconds", "From an abort, or the client's leaving, to the request's end: what "
             "it held is then free, or cached, for the next step", [({}, self.cancel_s)],
         )  # fmt: skip
-
-
-def token_bounds(max_tokens: int) -> Iterator[int]:
-    """1, 2, 5, 10 and so on, up to ``max_tokens``."""
-    power = 1
-    while power <= max_tokens:
-        yield from (bound for bound in (power, 2 * power, 5 * power) if bound <= max_tokens)
-        power *= 10

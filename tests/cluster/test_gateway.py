@@ -28,6 +28,7 @@ from skippy_mesh.config import ContextConfig, EngineSettings, specs_of
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError
 from skippy_mesh.gateway.server import GatewayServer, GatewaySpec, listen
 from skippy_mesh.places import AdmissionLimits
+from stages.gguf_file import ModelFile
 from tests.processes import tree
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -184,8 +185,9 @@ def test_ray_shows_what_its_boards_ask_for_and_what_the_page_says(served):
 
 def test_what_a_hop_carries_and_what_memory_a_stage_takes(served):
     served.tokens()
+    row_bytes = 4 * ModelFile.open(served.spec.model_path).width
     num_rows = served.metric("step_rows_sum")
-    assert served.metric("activation_bytes_total", hop="0-1") == num_rows * 512 * 4
+    assert served.metric("activation_bytes_total", hop="0-1") == num_rows * row_bytes
     assert served.metric("ready") == 1
     assert served.http.post("/v1/peak_reset").status_code == 204
     for stage in "01":

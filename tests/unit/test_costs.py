@@ -139,3 +139,16 @@ def test_a_stage_is_told_what_its_plan_charges(models, name):
         for lo, hi in [(0, 12), (12, 24), (12, sizes.num_layers)]:
             charged, told = sizes.total(lo, hi), sizes.need(lo, hi).of(num_cells, num_lanes)
             assert charged - 1 <= told <= charged  # two pools are rounded up each by itself
+
+
+def test_cells_of_a_stage_are_told_by_store(models):
+    """kv_bytes on the page is made of it."""
+    found = {
+        name: StageSizes(costs(models[name]), num_cells=8192, num_ids=8).need(0, 12).cell_bytes
+        for name in ("Llama-3.1-70B", "Gemma-2-9B", "Falcon-H1-1.5B")
+    }
+    # 12 layers of K and V, 8 heads of 128, in q8_0.
+    assert found["Llama-3.1-70B"] == {"attention": 26_112, "window": 0, "recurrent": 0}
+    # Every other layer has a window, else they are alike.
+    assert found["Gemma-2-9B"]["attention"] == found["Gemma-2-9B"]["window"] > 0
+    assert found["Falcon-H1-1.5B"]["recurrent"] > found["Falcon-H1-1.5B"]["attention"] > 0

@@ -279,7 +279,9 @@ def everything() -> Seen:
     told.telemetry.describe(
         STAGES, terms=[bound], binding=bound, cell_bytes=[{"attention": 10}, {"window": 20}]
     )
-    told.submit("a")
+    times = told.submit("a")
+    told.say(1.0, admitted=("a",))
+    eventually(lambda: times.started_s is not None)
     told.say(1.0, token("a"))
     told.say(1.0, token("a", finish_reason="stop"))
     page = told.page()

@@ -1,5 +1,7 @@
-"""What Ray is told, before it is told. Without these a stock board stays empty, or a name is lost on
-the way because Ray does not take it."""
+"""What Ray is told, before it is told.
+
+Without these a stock board stays empty, or a name is lost on the way because Ray does not take it.
+"""
 
 from __future__ import annotations
 
