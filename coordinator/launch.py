@@ -77,6 +77,10 @@ _GROUP_OF = {
     "reset_peak": "health",
     "node": "health",
 }
+_OFTEN = ("step", "pulse", "submit", "abort", "reports")
+"""Called all the time: a dashboard's record of each call would cost more than it tells."""
+_MAX_PENDING_CALLS = 64
+"""To a stage behind the first. There are as many steps in flight as stages, and a few questions."""
 
 
 @contextmanager
@@ -291,6 +295,7 @@ def stage_actors(
                     num_cpus=spec.context.num_threads,
                     max_restarts=-1,  # how many is for RestartLimit to say
                     max_task_retries=0,
+                    max_pending_calls=_MAX_PENDING_CALLS if spec.index else -1,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         placement_group=group, placement_group_bundle_index=spec.index
                     ),
@@ -416,5 +421,6 @@ def _load(actors: Sequence[Any]) -> list[Any]:
 def _actor_class(plain: type[Any]) -> Any:
     for name, group in _GROUP_OF.items():
         if hasattr(plain, name):
-            ray.method(concurrency_group=group)(getattr(plain, name))
+            method = getattr(plain, name)
+            ray.method(concurrency_group=group, enable_task_events=name not in _OFTEN)(method)
     return ray.remote(concurrency_groups=_CONCURRENCY_GROUPS)(plain)

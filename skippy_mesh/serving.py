@@ -185,6 +185,7 @@ def _gateway_spec(
     args: argparse.Namespace, model: ModelFile, plan: Plan, *, port: int, engine: str
 ) -> GatewaySpec:
     """What can be known before anything is loaded; an unwritable log is found here."""
+    from skippy_mesh.gateway.errors import digests_of
     from skippy_mesh.gateway.server import GatewaySpec
     from skippy_mesh.step_log import StepLog
 
@@ -195,7 +196,7 @@ def _gateway_spec(
         port=port,
         model_path=str(model.paths[0].resolve()),
         model_name=names_of(args, model)[0],
-        api_keys=keys_of(args),
+        key_digests=digests_of(*keys_of(args)),
         limits=limits_of(args),
         drain_s=args.drain_s,
         ssl_keyfile=args.ssl_keyfile,

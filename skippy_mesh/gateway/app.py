@@ -42,7 +42,7 @@ def create_app(
     bounds: Bounds,
     exact: bool = False,
     exact_reason: str | None = None,
-    api_keys: Sequence[str] = (),
+    key_digests: Sequence[str] = (),
     limits: Limits | None = None,
     rules: ApiRules | None = None,
     sharing: Sharing | None = None,
@@ -69,7 +69,7 @@ def create_app(
         redirect_slashes=False,
     )
     public = PUBLIC_PATHS - {"/metrics"} if rules.guards_metrics else PUBLIC_PATHS
-    app.add_middleware(Edge, api_keys=api_keys, public_paths=public, on_reject=on_reject)
+    app.add_middleware(Edge, key_digests=key_digests, public_paths=public, on_reject=on_reject)
     if rules.cors_origins:
         # Outermost: a browser asks, without a key, before it sends one.
         app.add_middleware(

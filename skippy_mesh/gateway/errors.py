@@ -131,6 +131,15 @@ def valid_request_id(text: object) -> str | None:
     return text if isinstance(text, str) and _REQUEST_ID.fullmatch(text) else None
 
 
+def digests_of(*keys: str) -> tuple[str, ...]:
+    """What is kept of keys: enough to know them again."""
+    return tuple(_digest(key.encode()) for key in keys)
+
+
+def _digest(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
 class Edge:
     """The outermost layer: names the request, checks its key, answers for whatever fails inside.
 
@@ -143,13 +152,12 @@ class Edge:
         self,
         app: ASGIApp,
         *,
-        api_keys: Sequence[str] = (),
+        key_digests: Sequence[str] = (),
         public_paths: Container[str] = PUBLIC_PATHS,
         on_reject: Callable[[str], None] | None = None,
     ):
         self._app = app
-        self._keys = [key.encode() for key in api_keys]
-        self._key_ids = [hashlib.sha256(key).hexdigest() for key in self._keys]
+        self._key_digests = key_digests
         self._public_paths = public_paths
         self._on_reject = on_reject
 
@@ -188,12 +196,13 @@ class Edge:
 
     def _check_key(self, headers: Headers) -> str:
         """The id of the key that came, which does not tell it; empty if none is needed."""
-        if not self._keys:
+        if not self._key_digests:
             return ""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         # Header text is latin-1; every key is compared, so the time taken tells nothing.
-        found = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]
+        digest = _digest(given.encode("latin-1"))
+        found = [hmac.compare_digest(digest, known) for known in self._key_digests]
         if not any(found):
             raise ApiError(
                 401,
@@ -201,4 +210,4 @@ class Edge:
                 "no valid key: send 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return self._key_ids[found.index(True)]
+        return digest

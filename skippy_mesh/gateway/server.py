@@ -90,7 +90,7 @@ class GatewaySpec:
     port: int
     model_path: str
     model_name: str
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    key_digests: tuple[str, ...] = field(default=(), repr=False)
     prefix_secret: bytes = field(default_factory=new_secret, repr=False)
     limits: Limits = field(default_factory=Limits)
     rules: ApiRules = field(default_factory=ApiRules)
@@ -106,7 +106,7 @@ class GatewaySpec:
     @property
     def is_open(self) -> bool:
         """Whether anybody who reaches this machine may ask."""
-        return not self.api_keys and not is_loopback(self.host)
+        return not self.key_digests and not is_loopback(self.host)
 
 
 class Closes(Protocol):
@@ -259,7 +259,7 @@ class GatewayServer:
             bounds=Bounds(mesh.ceiling.binding, mesh.context_bound),
             exact=mesh.why_inexact is None,
             exact_reason=mesh.why_inexact,
-            api_keys=spec.api_keys,
+            key_digests=spec.key_digests,
             limits=spec.limits,
             rules=spec.rules,
             sharing=self._sharing(),

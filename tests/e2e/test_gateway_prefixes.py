@@ -13,6 +13,7 @@ import pytest
 from coordinator.coordinator import Coordinator, DirectDoorkeeper
 from coordinator.launch import mesh
 from skippy_mesh.config import ContextConfig, EngineSettings, specs_of
+from skippy_mesh.gateway.errors import digests_of
 from skippy_mesh.gateway.server import GatewayServer, GatewaySpec
 from skippy_mesh.places import AdmissionLimits
 from tests.crowd import Made
@@ -26,7 +27,11 @@ TEXT = "the quick brown fox jumps over the lazy dog and back again, and again, a
 @contextmanager
 def served(model: Made, *, api_keys: tuple[str, ...] = ()) -> Iterator[httpx.Client]:
     spec = GatewaySpec(
-        host="127.0.0.1", port=0, model_path=str(model.path), model_name="tiny", api_keys=api_keys
+        host="127.0.0.1",
+        port=0,
+        model_path=str(model.path),
+        model_name="tiny",
+        key_digests=digests_of(*api_keys),
     )
     limits = AdmissionLimits(ceiling=4, max_queue=16, max_queue_tokens=8192)
     specs = specs_of(model.path, model.model.num_layers, (), CONTEXT)

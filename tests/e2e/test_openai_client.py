@@ -15,6 +15,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
+from skippy_mesh.gateway.errors import digests_of
 from tests.gateways import served
 
 MESSAGES: Any = [
@@ -45,7 +46,7 @@ class Person(BaseModel):
 def url(made, session_cache, repacks) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SKIPPY_CACHE_DIR", str(session_cache))
-        with served(made("dense", "q8_0", num_layers=2), api_keys=["secret"]) as found:
+        with served(made("dense", "q8_0", num_layers=2), key_digests=digests_of("secret")) as found:
             yield f"{found}/v1"
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from skippy_mesh.gateway.errors import Edge
+from skippy_mesh.gateway.errors import Edge, digests_of
 from skippy_mesh.gateway.readiness import LOADING, Problem
 from skippy_mesh.gateway.token_stream import Limits
 from skippy_mesh.messages import StepBatch
@@ -205,7 +205,7 @@ def test_a_body_over_the_limit_is_refused() -> None:
 
 
 def test_keys_guard_all_but_the_public_routes() -> None:
-    with serving(api_keys=["one", "zwei é"]) as client:
+    with serving(key_digests=digests_of("one", "zwei é")) as client:
         for header in ({}, {"Authorization": "Bearer on"}, {"Authorization": "Basic one"}):
             response = client.get("/v1/models", headers=header)
             assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")

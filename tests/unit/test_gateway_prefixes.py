@@ -15,6 +15,7 @@ import pytest
 
 from skippy_mesh.config import StepRules
 from skippy_mesh.errors import RequestError
+from skippy_mesh.gateway.errors import digests_of
 from skippy_mesh.gateway.prefixes import Sharing
 from skippy_mesh.gateway.prompts import Prompts
 from skippy_mesh.gateway.schemas import ChatBody
@@ -33,7 +34,7 @@ GREEDY = {"temperature": 0, "max_tokens": 4}
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[httpx.Client]:
     engine = RunningEngine(FakePipeline(), num_residents=32)
-    with serving(engine=engine, api_keys=KEYS) as client:
+    with serving(engine=engine, key_digests=digests_of(*KEYS)) as client:
         yield client
 
 
@@ -118,7 +119,9 @@ def test_an_echo_of_ids_that_are_none_is_the_clients_fault(keyed: httpx.Client) 
 
 
 def test_a_namespace_tells_no_key_and_is_the_same_for_every_gateway_of_a_spec() -> None:
-    spec = GatewaySpec(host="h", port=1, model_path="m", model_name="m", api_keys=KEYS)
+    spec = GatewaySpec(
+        host="h", port=1, model_path="m", model_name="m", key_digests=digests_of(*KEYS)
+    )
     one, other = (Sharing("any", spec.prefix_secret) for _ in range(2))
     names = [one.namespace(key, salt) for key in ("", "a", "b") for salt in (None, "a", "b")]
     assert names == [other.namespace(key, s) for key in ("", "a", "b") for s in (None, "a", "b")]

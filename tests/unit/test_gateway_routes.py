@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from skippy_mesh import __version__
+from skippy_mesh.gateway.errors import digests_of
 from skippy_mesh.gateway.readiness import DRAINING, LOADING, Problem
 from skippy_mesh.gateway.rules import ApiRules
 from skippy_mesh.gateway.token_stream import Limits
@@ -288,7 +289,10 @@ def test_an_aborted_request_ends_with_what_it_has(name: str, n: int) -> None:
 def test_a_request_of_another_key_is_unknown() -> None:
     gate = Gate()
     engine = RunningEngine(FakePipeline(on_step=gate))
-    with serving(engine=engine, api_keys=["a", "b"]) as client, ThreadPoolExecutor() as pool:
+    with (
+        serving(engine=engine, key_digests=digests_of("a", "b")) as client,
+        ThreadPoolExecutor() as pool,
+    ):
         mine = {"X-Api-Key": "a", "X-Request-Id": "mine"}
         running = pool.submit(client.post, CHAT, json=HELLO, headers=mine)
         assert gate.reached.wait(60)
@@ -348,7 +352,7 @@ def test_pages_of_other_origins_may_ask_only_if_they_are_named() -> None:
     asking = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
     allowed = "access-control-allow-origin"
     for origins, may in ((("https://app.example",), True), ((), False)):
-        with serving(rules=ApiRules(cors_origins=origins), api_keys=["key"]) as client:
+        with serving(rules=ApiRules(cors_origins=origins), key_digests=digests_of("key")) as client:
             reply = client.options(CHAT, headers=asking)
             assert (reply.headers.get(allowed) == "https://app.example") == may
             answer = client.get("/health", headers={"Origin": "https://app.example"})

@@ -24,6 +24,7 @@ from skippy_mesh.config import METRICS_ALIASES
 from skippy_mesh.errors import UsageError
 from skippy_mesh.exposition import Histogram, exposition, geometric
 from skippy_mesh.gateway.app import create_app
+from skippy_mesh.gateway.errors import digests_of
 from skippy_mesh.gateway.rules import ApiRules
 from skippy_mesh.gateway.watch import Watch
 from skippy_mesh.health import Pulse
@@ -413,7 +414,7 @@ def test_the_page_can_be_guarded_and_peaks_are_reset_with_a_key() -> None:
     async def visit(rules: ApiRules) -> list[int]:
         app = create_app(
             client, FakeTokenizer(), FakeGrammars(), model_name="tiny", health=lambda: None,
-            places=places_of(), bounds=BOUNDS, api_keys=["key"], rules=rules,
+            places=places_of(), bounds=BOUNDS, key_digests=digests_of("key"), rules=rules,
             metrics=lambda: exposition([]), reset_peaks=lambda: resets.append(None),
         )  # fmt: skip
         transport = httpx.ASGITransport(app)

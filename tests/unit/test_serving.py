@@ -18,6 +18,7 @@ from skippy_mesh.api_flags import (
 )
 from skippy_mesh.cli import build_parser
 from skippy_mesh.errors import RequestError, UsageError
+from skippy_mesh.gateway.errors import digests_of
 from skippy_mesh.gateway.server import GatewaySpec, is_loopback
 from skippy_mesh.gateway.tools import SYNTAXES
 from skippy_mesh.serving import _admission, _shown
@@ -87,7 +88,9 @@ def test_a_file_without_a_key_does_not_open_the_server_to_all(tmp_path, text):
 )  # fmt: skip
 def test_an_open_address_without_a_key_is_seen(host, keys, is_open):
     assert is_loopback(host) == (host not in ("0.0.0.0", "192.0.2.1"))
-    spec = GatewaySpec(host=host, port=1, model_path="m", model_name="m", api_keys=keys)
+    spec = GatewaySpec(
+        host=host, port=1, model_path="m", model_name="m", key_digests=digests_of(*keys)
+    )
     assert spec.is_open == is_open
 
 

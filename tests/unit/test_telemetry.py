@@ -22,6 +22,7 @@ from skippy_mesh.config import StepRules
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.errors import UsageError
 from skippy_mesh.gateway.app import create_app
+from skippy_mesh.gateway.errors import digests_of
 from skippy_mesh.gateway.readiness import LOADING, Problem
 from skippy_mesh.gateway.token_stream import Limits
 from skippy_mesh.mesh_facts import StageSight
@@ -382,7 +383,7 @@ def test_the_page_is_public_works_while_loading_and_counts_refusals() -> None:
         health=lambda: health[0],
         places=places,
         bounds=BOUNDS,
-        api_keys=["key"],
+        key_digests=digests_of("key"),
         limits=Limits(max_body_bytes=1000),
         metrics=telemetry.render,
         on_reject=telemetry.reject,
