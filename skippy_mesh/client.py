@@ -324,11 +324,13 @@ class EngineClient:
         now_s = self._clock()
         report = self._with_reasons(report)
         _show(self._on_report, report)
+        # Told when their first step is answered, they left the queue when it began.
+        step_s = 0.0 if report.record is None else report.record.step_s
         for request_id in report.admitted:
             with self._lock:
                 receiver = self._receivers.get(request_id)
             if receiver is not None:
-                receiver.start(now_s)
+                receiver.start(now_s - step_s)
         news = RequestNews()
         taken = [(self._take(event, now_s, news), event) for event in report.events]
         _show(self._on_requests, news)

@@ -20,9 +20,10 @@ class RequestTimes:
     first_s: float | None = None
     last_s: float | None = None
 
-    def start(self, now_s: float) -> None:
+    def start(self, then_s: float) -> None:
+        """It left the queue at ``then_s``, as far as that can be told: not before it came."""
         if self.started_s is None:
-            self.started_s = now_s
+            self.started_s = max(then_s, self.submitted_s)
 
     def token(self, now_s: float) -> None:
         if self.first_s is None:

@@ -47,6 +47,7 @@ from tests.telemetry import (
 )
 
 HAPPENS_WITHIN_S = 20
+STEP_S = 0.25
 BOARD = Path(__file__).parents[2] / "deploy/grafana/skippy_mesh.json"
 STAGE = ("stage",)
 CELLS = ("stage", "component", "state")
@@ -177,7 +178,7 @@ class Told:
     def say(self, after_s: float, *events: TokenEvent, admitted: tuple[str, ...] = ()) -> None:
         """All ``events`` in one report, ``after_s`` after the one before."""
         self.clock.now_s += after_s
-        self.engine.queue.put(StepReport(events, record(), admitted=admitted))
+        self.engine.queue.put(StepReport(events, record(step_s=STEP_S), admitted=admitted))
         for _ in events:
             self.events.get(timeout=HAPPENS_WITHIN_S)
 
@@ -210,8 +211,8 @@ def test_a_requests_phases_are_told_by_one_clock(told: Told) -> None:
     sums = {
         "time_to_first_token_seconds": 3.0, "inter_token_latency_seconds": 1.5,
         "request_time_per_output_token_seconds": 0.75, "e2e_request_latency_seconds": 4.5,
-        "request_queue_time_seconds": 1.0, "request_prefill_time_seconds": 2.0,
-        "request_decode_time_seconds": 1.5, "request_inference_time_seconds": 3.5,
+        "request_queue_time_seconds": 0.75, "request_prefill_time_seconds": 2.25,
+        "request_decode_time_seconds": 1.5, "request_inference_time_seconds": 3.75,
         "request_prompt_tokens": 5, "request_generation_tokens": 3, "request_num_preemptions": 3,
     }  # fmt: skip
     assert {name: page(f"vllm:{name}_sum") for name in sums} == sums
@@ -222,9 +223,9 @@ def test_a_requests_phases_are_told_by_one_clock(told: Told) -> None:
     numbers = {
         "vllm:prompt_tokens_total": 5, "vllm:prompt_tokens_cached_total": 2,
         "vllm:generation_tokens_total": 3, "llamacpp:prompt_tokens_total": 3,
-        "llamacpp:prompt_tokens_cached_total": 2, "llamacpp:prompt_seconds_total": 2.0,
+        "llamacpp:prompt_tokens_cached_total": 2, "llamacpp:prompt_seconds_total": 2.25,
         "llamacpp:tokens_predicted_total": 3, "llamacpp:tokens_predicted_seconds_total": 1.5,
-        "llamacpp:n_tokens_max": 8, "llamacpp:prompt_tokens_seconds": 1.5,
+        "llamacpp:n_tokens_max": 8, "llamacpp:prompt_tokens_seconds": 3 / 2.25,
         "llamacpp:predicted_tokens_seconds": 2.0,
     }  # fmt: skip
     assert {name: page(name) for name in numbers} == numbers
@@ -464,3 +465,17 @@ def test_bytes_follow_the_cells_where_a_cells_size_is_known() -> None:
     for name, cells in {"active": 100, "resident": 20, "reserved": 30, "free": 3946}.items():
         assert page("kv_bytes", component="attention", state=name) == 272 * cells
     assert {labels["component"] for labels, _ in page.samples["skippy:kv_bytes"]} == {"attention"}
+
+
+def test_a_short_prompt_waits_no_longer_than_until_its_only_step_begins(told: Told) -> None:
+    told.submit("late")
+    told.say(3.0, token("late"), admitted=("late",))
+    told.submit("soon")
+    told.say(0.1, token("soon"), admitted=("soon",))  # a step that began before it came
+    page = told.page()
+    assert page("vllm:request_queue_time_seconds_count") == 0, "nobody has ended"
+    for name in ("late", "soon"):
+        told.say(0.0, token(name, finish_reason="stop"))
+    page = told.page()
+    assert page("vllm:request_queue_time_seconds_sum") == pytest.approx(2.75 + 0.0)
+    assert page("vllm:request_prefill_time_seconds_sum") == pytest.approx(0.25 + 0.1)
