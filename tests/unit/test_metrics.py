@@ -359,7 +359,7 @@ def test_aliases_tell_what_they_name() -> None:
     assert page("llamacpp:n_decode_total") == 1
     # Two run on and two ended with the step.
     assert page("llamacpp:n_busy_slots_per_decode") == 4
-    assert page("activation_bytes_total", hop="0-1") == 512
+    assert page.samples["skippy:activation_bytes_total"] == [({"hop": "0-1"}, 512)]
 
 
 def bounds_of(page: Seen, name: str) -> list[float]:
