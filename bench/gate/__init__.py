@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -34,7 +35,7 @@ from bench.gate.settings import (
 )
 from bench.machine import commit, machine_facts, versions
 from bench.points import write_json
-from skippy_mesh.errors import UsageError
+from skippy_mesh.errors import SkippyError, UsageError
 
 HERE = Path(__file__).parent
 ROWS, VERDICTS = "rows.jsonl", "verdicts.json"
@@ -148,7 +149,10 @@ def gate(cases: Sequence[Case], settings: Settings, out: Path) -> dict[str, dict
             bar.update()
 
         for case in cases:
-            play_case(case, settings, ledger, done=done)
+            try:
+                play_case(case, settings, ledger, done=done)
+            except SkippyError as problem:  # one model that does not start leaves the others
+                bar.write(f"{case.name}: {problem}", file=sys.stderr)
     # Classes measured before under the same settings keep their verdict.
     names = {case.name for case in cases}
     kept = [
