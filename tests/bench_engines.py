@@ -79,16 +79,22 @@ class PlantedEngine:
             async with self._lanes:
                 self.num_running += 1
                 self.num_asked += 1
-                await asyncio.sleep(self._time_of(prompt, uses_cache=bool(body["cache_prompt"])))
-                first, *rest = self._words(prompt, num_tokens)
-                yield _frame(first, None)
-                if self.drops_above is not None and self.num_open > self.drops_above:
-                    raise RuntimeError("planted")
-                yield _frame(" ".join(rest) or ".", "length")
-                yield _usage(len(prompt.split()), num_tokens)
+                try:
+                    async for frame in self._serve(prompt, num_tokens, bool(body["cache_prompt"])):
+                        yield frame
+                finally:
+                    self.num_running -= 1
         finally:
             self.num_open -= 1
-            self.num_running -= 1
+
+    async def _serve(self, prompt: str, num_tokens: int, uses_cache: bool) -> AsyncIterator[str]:
+        await asyncio.sleep(self._time_of(prompt, uses_cache=uses_cache))
+        first, *rest = self._words(prompt, num_tokens)
+        yield _frame(first, None)
+        if self.drops_above is not None and self.num_open > self.drops_above:
+            raise RuntimeError("planted")
+        yield _frame(" ".join(rest) or ".", "length")
+        yield _usage(len(prompt.split()), num_tokens)
 
     def _words(self, prompt: str, num_tokens: int) -> list[str]:
         is_wrong = self.wrong_above is not None and self.num_open > self.wrong_above

@@ -16,6 +16,7 @@ from bench.verdict import Interval, Target, interval, paired_ratios, verdict
 from skippy_mesh.verdicts import Outcome
 
 MIN_ROUNDS = 3
+_WORST_FIRST: tuple[Outcome, ...] = ("fail", "undecided")
 Row = Mapping[str, Any]
 _OUTCOMES: Mapping[str, Outcome] = {
     "met": "pass",
@@ -63,11 +64,11 @@ def judge_case(case: Case, rows: Iterable[Row], settings: Settings) -> list[Chec
 
 def judge_class(checks: Sequence[Check]) -> tuple[Outcome, str]:
     """The verdict and what it is about: what failed, or what is undecided."""
-    for outcome in ("fail", "undecided"):
+    for outcome in _WORST_FIRST:
         found = [check for check in checks if check.outcome == outcome]
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            return outcome, f"{found[0].name}: {found[0].detail}{more}"  # type: ignore[return-value]
+            return outcome, f"{found[0].name}: {found[0].detail}{more}"
     return "pass", f"{len(checks)} checks"
 
 

@@ -100,7 +100,7 @@ def test_an_engine_that_drops_requests_under_load_fails(tmp_path: Path) -> None:
 def test_a_whole_case_has_every_row_and_is_not_measured_twice(tmp_path: Path) -> None:
     case = Case(name="dense", family="dense", levels=(1, 2))
     settings = replace(SETTINGS, rounds=1)
-    ours = PlantedEngine(service_s=0.01, cached_s=0.002, num_lanes=4, max_open=20)
+    ours = PlantedEngine(service_s=0.05, cached_s=0.002, num_lanes=4, max_open=20)
     old = PlantedEngine(service_s=0.01, num_lanes=1, keeps_records=False)
     arms = PlantedArms(ours, old)
     path, done = tmp_path / "rows.jsonl", list[str]()
