@@ -163,13 +163,10 @@ def _prefix(rows: Sequence[Row]) -> Block:
     panels = {}
     for case in cases_of(rows):
         mine = [row for row in rows if row["case"] == case and row["kind"] == "prefix"]
-        bars = [
-            bar
-            for arm in ("cold", "warm")
-            for bar in _bar(arm, [
-                v for row in mine if (v := pick(f"{arm}.p50_ttft_ms", 1e-3)(row)) is not None
-            ])
-        ]  # fmt: skip
+        bars: list[Series] = []
+        for arm in ("cold", "warm"):
+            times = [pick(f"{arm}.p50_ttft_ms", 1e-3)(row) for row in mine]
+            bars += _bar(arm, [time for time in times if time is not None])
         if bars:
             panels[case] = tuple(bars)
     note = "The same prompts with a beginning that was computed before, and with no cache."

@@ -1,4 +1,4 @@
-"""The block a benchmark prints, with the row labels of vLLM's bench: scripts look for them. Pure."""
+"""The block a benchmark prints, with the row labels of vLLM's bench: scripts look for them."""
 
 from __future__ import annotations
 

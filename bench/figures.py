@@ -137,9 +137,7 @@ def _busiest_second(done: Sequence[Record]) -> float | None:
     return float(max(Counter(int(time - start) for time in times).values()))
 
 
-def _attainment(
-    records: Sequence[Record], slo: Slo, duration: float | None
-) -> dict[str, object]:
+def _attainment(records: Sequence[Record], slo: Slo, duration: float | None) -> dict[str, object]:
     met = [slo.met(record) for record in records]
     good = sum(all(each.values()) for each in met)
     share = {

@@ -19,8 +19,8 @@ class Record:
     """One request. It completed, failed (``error``), or the run's time was up (``is_cut``).
 
     ``scheduled_s`` is when it was due, ``queue_s`` how long it then waited for the client's own
-    permit, and latency counts from after that: a client
-    that cannot keep up shows in it. ``code`` names a failure in a word or two: ``429 queue_full``, ``RemoteProtocolError``.
+    permit, and latency counts from after that: a client that cannot keep up shows in it. ``code``
+    names a failure in a word or two: ``429 queue_full``, ``RemoteProtocolError``.
     """
 
     index: int

@@ -66,8 +66,8 @@ def where(head: Mapping[str, Any]) -> str:
     machine, settings = head["machine"], head["settings"]
     state = ", with changes" if head.get("dirty") else ""
     return (
-        f"{head['date'][:10]}, commit {str(head['commit'])[:7]}{state}, {machine['cores']} cores of "
-        f"a {machine['cpu']}, `bench gate --{settings['mode']}`: {settings['stages']} stages of "
+        f"{head['date'][:10]}, commit {str(head['commit'])[:7]}{state}, "
+        f"{machine['cores']} cores of a {machine['cpu']}, `bench gate --{settings['mode']}`: {settings['stages']} stages of "
         f"{head['threads_a_stage']} thread, {settings['rounds']} paired rounds, "
         f"{' '.join(settings['mixes'])}; new engine / single lane, medians"
     )

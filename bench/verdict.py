@@ -89,9 +89,7 @@ def paired_ratios(
     return found
 
 
-def verdict(
-    target: Target, found: Interval | None, *, min_rounds: int = MIN_ROUNDS
-) -> Verdict:
+def verdict(target: Target, found: Interval | None, *, min_rounds: int = MIN_ROUNDS) -> Verdict:
     """Undecided if the bound lies within the interval, or the rounds are too few to say."""
     if found is None:
         return "no number"

@@ -48,7 +48,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
     parser.add_argument(
         "--engine", choices=("auto", "mesh", "baseline"), default="auto",
-        help="auto: mesh, or the old one-at-a-time baseline where the model's class failed its gate",
+        help="auto: mesh, or where the model's class failed its gate baseline: one at a time",
     )  # fmt: skip
     parser.add_argument(
         "-np", "--parallel", type=int, metavar="N",

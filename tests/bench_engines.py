@@ -31,7 +31,7 @@ class PlantedEngine:
 
     ``num_lanes`` requests are served at a time and ``max_open`` let in. From ``wrong_above`` or
     ``drops_above`` open requests on, answers depend on the company or break off in the middle.
-    ``keeps_records``: it shows steps and cells at /metrics; ``cells_each`` are what a session holds.
+    ``keeps_records``: it shows steps and cells at /metrics; a session holds ``cells_each``.
     ``cached_s`` is the service time of a prompt whose beginning was seen.
     """
 

@@ -58,7 +58,8 @@ def model_of(case: Case, folder: Path) -> Path:
         return Path(case.model)
     from tests.models import make_model
 
-    return make_model(case.family, folder / f"{case.family}.gguf", dtype="q8_0", size="bench")
+    made: Path = make_model(case.family, folder / f"{case.family}.gguf", dtype="q8_0", size="bench")
+    return made
 
 
 def command_of(label: str, model: Path, settings: Settings) -> list[str]:

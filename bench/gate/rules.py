@@ -119,13 +119,9 @@ def check_level(name: str, level: int, rows: Sequence[Row], margins: Margins) ->
     return found
 
 
-def check_goodput(
-    name: str, ours: Sequence[Row], theirs: Sequence[Row], margins: Margins
-) -> Check:
+def check_goodput(name: str, ours: Sequence[Row], theirs: Sequence[Row], margins: Margins) -> Check:
     """Goodput may be 0 on a side, so what is judged is the difference over the larger one."""
-    if all(
-        (point.get("attainment") or 0) < margins.void_attainment for point in (*ours, *theirs)
-    ):
+    if all((point.get("attainment") or 0) < margins.void_attainment for point in (*ours, *theirs)):
         detail = f"both attain under {margins.void_attainment:.0%}"
         return Check(name=name, outcome="void", detail=detail)
     gains = []

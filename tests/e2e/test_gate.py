@@ -1,5 +1,5 @@
-"""A gate of a minute's fraction on two real servers: a name that changed at /metrics or /status would
-leave its rows without figures, and a planted server cannot show that."""
+"""A gate of a minute's fraction on two real servers: a name that changed at /metrics or /status
+would leave its rows without figures, and a planted server cannot show that."""
 
 from __future__ import annotations
 

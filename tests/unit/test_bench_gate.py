@@ -202,9 +202,7 @@ def test_slowest_answers_first_tokens_and_bytes_are_judged_where_they_belong() -
 
 def test_goodput_is_void_where_nobody_attains_it_and_may_be_nothing_on_one_side() -> None:
     def said(ours: tuple[float, float], theirs: tuple[float, float]) -> str:
-        one, other = (
-            [point(request_goodput=g, attainment=a)] * 3 for g, a in (ours, theirs)
-        )
+        one, other = ([point(request_goodput=g, attainment=a)] * 3 for g, a in (ours, theirs))
         return check_goodput("x", one, other, MARGINS).outcome
 
     assert said((0.0, 0.0), (0.1, 0.09)) == "void"

@@ -304,7 +304,9 @@ def test_prompts_share_what_they_are_meant_to_and_no_more() -> None:
 
 
 def test_the_numbers_of_a_hand_made_trace() -> None:
-    second = make_record(index=1, scheduled_s=11.0, sent_s=11.0, end_s=20.0, chunk_times_s=(15.0, 19.0))
+    second = make_record(
+        index=1, scheduled_s=11.0, sent_s=11.0, end_s=20.0, chunk_times_s=(15.0, 19.0)
+    )
     summary = summary_of(make_record(), second)
     assert summary["duration"] == 10.0  # first send to last end
     assert summary["output_throughput"] == 1.0

@@ -67,9 +67,8 @@ def test_an_open_point_says_its_rate_and_its_probes(tmp_path: Path) -> None:
 
 
 def test_a_cap_without_a_rate_and_a_dead_server_are_told() -> None:
-    with up(PlantedEngine(service_s=0.0)) as url:
-        with pytest.raises(UsageError, match="--clients"):
-            main(["--url", url, "--max-concurrency", "3"])
+    with up(PlantedEngine(service_s=0.0)) as url, pytest.raises(UsageError, match="--clients"):
+        main(["--url", url, "--max-concurrency", "3"])
     with pytest.raises(RuntimeUnavailableError, match="no answer from"):
         main(["--url", url])
     with pytest.raises(UsageError, match="only talks to this machine"):

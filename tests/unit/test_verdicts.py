@@ -56,9 +56,17 @@ def test_verdicts_come_from_the_gate_s_file(tmp_path):
     assert read_verdicts(None) == {}
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"commit": "c", "classes": {"mla": {}}}', "[]",
-                                  '{"commit":"c","classes":{"mla":{"verdict":"ok","reason":""}}}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"commit": "c", "classes": {"mla": {}}}',
+        '{"commit": "c", "classes": {"mla": {"verdict": "ok", "reason": ""}}}',
+    ],
+)
 def test_a_damaged_file_is_an_error_with_a_way_out(tmp_path, text):
     (path := tmp_path / "verdicts.json").write_text(text)
-    with pytest.raises(UsageError, match="cannot be read .*--engine mesh"):
+    with pytest.raises(UsageError, match=r"cannot be read .*--engine mesh"):
         read_verdicts(path)
