@@ -258,7 +258,6 @@ async def _observed(url: str, play: Play, *, probe_rate: float) -> Run:
     check_loopback(url)
     records: list[Record] = []
     probes: list[Record] = []
-    cpu_s, start_s = time.process_time(), time.monotonic()
     # No proxy from the environment and no pool limit: the client must not queue by itself. Each
     # request has its own connection: a kept one may be closed by the server at the very moment it
     # is used again, which would count as a failure that no user would see.
@@ -267,6 +266,7 @@ async def _observed(url: str, play: Play, *, probe_rate: float) -> Run:
         httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client,
         asyncio.TaskGroup() as beside,
     ):
+        cpu_s, start_s = time.process_time(), time.monotonic()
         over = asyncio.Event()
         beside.create_task(_probe(client, probe_rate, probes, over))
         try:

@@ -1,8 +1,8 @@
 """One point, as vLLM's bench would measure it: ``python -m bench run``.
 
-A closed loop keeps ``--clients`` requests open; with ``--rate`` requests are sent when they are due,
-and their latency counts from there. Against a server that is up (``--url``, of this machine
-only), or one that is started for it (``--model``).
+A closed loop keeps ``--clients`` requests open; with ``--rate`` they are sent when due, and their
+latency counts from there. Against a server that is up (``--url``, of this machine only), or
+one that is started for it (``--model``).
 """
 
 from __future__ import annotations

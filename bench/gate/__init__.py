@@ -199,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--quick", dest="mode", action="store_const", const=QUICK, default=QUICK,
-                     help="10 s or 2N requests a point, 3 rounds, one mix; an hour (default)")  # fmt: skip
+                     help="10 s or 2N requests a point, 3 rounds, one mix (default)")  # fmt: skip
     how.add_argument("--full", dest="mode", action="store_const", const=FULL,
                      help="60 s or 5N requests a point, 5 rounds, eight mixes; days")  # fmt: skip
     add("--classes", type=_classes, default=CLASSES, metavar="C,C..", help=", ".join(CLASSES))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from bench.gate.settings import CROWD, MAX_QUEUE, Case, Settings, num_threads
+from bench.gate.settings import CROWD, Case, Settings, num_threads
 from bench.machine import model_facts
 from bench.server_side import Prices, prices_of, status_of
 from bench.servers import Server, mesh_command, running
@@ -63,7 +63,7 @@ def model_of(case: Case, folder: Path) -> Path:
 
 
 def command_of(label: str, model: Path, settings: Settings) -> list[str]:
-    waiting = MAX_QUEUE if label == OURS else _MAX_WAITING
+    waiting = settings.max_queue if label == OURS else _MAX_WAITING
     command = mesh_command(
         str(model),
         stages=settings.stages,

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.figures import relative_slo, summarise
 from bench.gate.arms import OURS, THEIRS, Arm, Arms
-from bench.gate.settings import MAX_QUEUE, Settings
+from bench.gate.settings import Settings
 from bench.load import closed_loop, run_requests
 from bench.points import describe
 from bench.records import Run, same_texts
@@ -26,7 +26,6 @@ Row = dict[str, Any]
 
 _MAX_REQUESTS = 10**6
 _PRIMER = 10**6  # the index of a prompt that no measured request has
-_CROWD_CLIENTS = 16
 _REFUSED_PAUSE_S = 1.0  # what Retry-After says at least
 _EMPTY_S = 15.0  # to give back all cells once nothing is asked any more
 
@@ -96,7 +95,8 @@ def exact_row(arms: Arms, settings: Settings) -> Row:
     there when the crowd begins, half join it."""
     workload = settings.workload(settings.mixes[0], "exact", arms.words_per_token)
     asked, limit_s = settings.num_alone, settings.drain_seconds
-    first = _CROWD_CLIENTS - asked // 2 if asked < 2 * _CROWD_CLIENTS else 0
+    clients = settings.exact_clients
+    first = max(0, clients - asked // 2)
     alone, old = (
         run_requests(arm.url, workload, clients=1, requests=asked, limit_s=limit_s, first=first)
         for arm in (arms.ours, arms.theirs)
@@ -104,8 +104,8 @@ def exact_row(arms: Arms, settings: Settings) -> Row:
     crowd = run_requests(
         arms.ours.url,
         workload,
-        clients=_CROWD_CLIENTS,
-        requests=first + asked + _CROWD_CLIENTS,
+        clients=clients,
+        requests=first + asked + clients,
         limit_s=limit_s,
     )
     return {
@@ -194,7 +194,7 @@ def prefix_row(arms: Arms, settings: Settings, *, round_: int) -> Row:
 def overload_row(arms: Arms, settings: Settings) -> Row:
     """Four times as many clients as may run, and more than may wait, twice half the time."""
     arm = arms.ours
-    clients = max(4 * arm.ceiling, 2 * arm.ceiling + MAX_QUEUE)
+    clients = max(4 * arm.ceiling, 2 * arm.ceiling + settings.max_queue)
     before = read(arm.url)
     runs, peaks = [], []
     for half in range(2):

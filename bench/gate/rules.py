@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from bench.gate.settings import CROWD, LEVELS, RECURRENT, Case, Margins, Settings
+from bench.gate.settings import LEVELS, RECURRENT, Case, Margins, Settings
 from bench.verdict import Interval, Target, interval, paired_ratios, verdict
 from skippy_mesh.verdicts import Outcome
 
@@ -107,9 +107,9 @@ def check_level(name: str, level: int, rows: Sequence[Row], margins: Margins) ->
     if failed:
         return [Check(name=f"{name} requests", outcome="fail", detail=failed[0])]
     ratios = {key: interval(values) for key, values in paired_ratios(ours, theirs).items()}
-    floor = margins.crowd_throughput if level == CROWD else 1 - margins.slack
+    floor = margins.crowd_throughput if level == margins.crowd else 1 - margins.slack
     found = [_check(f"{name} throughput", ratios["throughput"], floor)]
-    if level == CROWD:
+    if level == margins.crowd:
         found.append(_check(f"{name} p99", ratios["p99_e2e"], margins.crowd_p99, is_floor=False))
     if level == 1:
         bound = 1 + margins.slack

@@ -13,8 +13,6 @@ CLASSES = tuple(family.name for family in gate_families())
 RECURRENT = tuple(family.name for family in gate_families() if family.is_recurrent)
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 CROWD = 32  # clients at which the mesh has to win
-MIN_REQUESTS = 8  # of a point; below this a median says little
-MAX_QUEUE = 64  # of the mesh: with 32 lanes, 64 clients are all let in and 128 are not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +20,7 @@ class Margins:
     """By how much. Ratios are ours over theirs; ``slack`` is what noise may take from "no
     worse"."""
 
+    crowd: int = CROWD  # clients
     crowd_throughput: float = 2.0
     crowd_p99: float = 1.0
     slack: float = 0.05
@@ -51,6 +50,9 @@ class Settings:
     overload_seconds: float
     mixes: tuple[str, ...]
     num_alone: int  # answers that must be the same alone, in a crowd and from the old engine
+    exact_clients: int = 16  # of that crowd
+    min_requests: int = 8  # of a point; below this a median says little
+    max_queue: int = 64  # of the mesh: with 32 lanes, 64 clients are all let in and 128 are not
     long_tokens: int = 2000
     prefix_tokens: int = 512
     prefix_clients: int = 8
@@ -64,7 +66,7 @@ class Settings:
         return {**asdict(self), "mixes": list(self.mixes)}
 
     def num_requests(self, level: int) -> int:
-        return max(MIN_REQUESTS, self.requests_per_client * level)
+        return max(self.min_requests, self.requests_per_client * level)
 
     @property
     def num_cells(self) -> int:
