@@ -13,16 +13,17 @@ from matplotlib import pyplot
 
 from bench.blocks import Block, Series
 
-_COLUMNS = 3
+_MAX_COLUMNS = 3
 _PANEL_INCHES = (4.2, 3.0)
 
 
 def draw(block: Block, path: Path) -> None:
     """A PNG with a panel for each model."""
-    num_rows = -(-len(block.panels) // _COLUMNS)
+    num_columns = min(_MAX_COLUMNS, len(block.panels))
+    num_rows = -(-len(block.panels) // num_columns)
     width, height = _PANEL_INCHES
     figure, axes = pyplot.subplots(
-        num_rows, _COLUMNS, figsize=(width * _COLUMNS, height * num_rows), squeeze=False
+        num_rows, num_columns, figsize=(width * num_columns, height * num_rows), squeeze=False
     )
     for axis in list(axes.flat)[len(block.panels) :]:
         axis.set_visible(False)
