@@ -57,6 +57,12 @@ def test_the_last_one_is_due_when_the_rate_says(burstiness: float) -> None:
     assert len(times) == COUNT
 
 
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0, math.inf])
+def test_gaps_are_of_the_rate_before_they_are_stretched(burstiness: float) -> None:
+    mean = statistics.fmean(gaps(COUNT, rate=RATE, burstiness=burstiness, seed="1"))
+    assert mean == pytest.approx(1 / RATE, rel=0.15)
+
+
 def test_a_seed_gives_the_same_times_and_another_seed_others() -> None:
     random.seed(7)  # whatever others draw
     assert times_of(1.0) == times_of(1.0) != times_of(1.0, "2")

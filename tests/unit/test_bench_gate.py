@@ -128,6 +128,7 @@ def test_a_whole_case_has_every_row_and_is_not_measured_twice(tmp_path: Path) ->
     torn = ledger_at(path)
     play_case(case, settings, torn, done=done.append, start=arms.start)
     assert [row["kind"] for row in torn.rows] == kinds and arms.num_started == 2
+    assert ledger_at(path).rows == torn.rows
     outcome, reason = judge_class(judge_case(case, torn.rows, settings))
     assert outcome != "pass", "levels that were left out decide nothing"
     assert reason
