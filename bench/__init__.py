@@ -1,1 +1,1 @@
-"""Honest numbers: ``python -m bench stage|sweep`` (RESULTS.md holds what they printed)."""
+"""Honest numbers: ``python -m bench COMMAND`` (METHODOLOGY.md says how, RESULTS.md what)."""

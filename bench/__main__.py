@@ -14,8 +14,11 @@ COMMANDS = {
     "gap": "the longest pause in answers beside long prompts",
     "lag": "how soon a sampled token reaches its client",
     "sweep": "throughput, latency and memory against the number of clients",
+    "run": "one point, with the keys and the block of vLLM's bench",
     "serve": "ours against llama-server and llama.cpp RPC, in paired rounds, with targets",
     "prefix": "what a shared system prompt saves, against computing it and against llama-server",
+    "gate": "the mesh against the single-lane engine, class by class; decides --engine auto",
+    "report": "the gate's results as pictures, a page and the README's table",
     "peers": "build the servers the mesh is measured against",
 }
 

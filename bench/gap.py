@@ -17,10 +17,11 @@ from pathlib import Path
 
 import httpx
 
-from bench.load import Stream, Workload
+from bench.load import Stream
 from bench.machine import commit, machine_facts
 from bench.servers import mesh_command, running
 from bench.steplog import Step, StepLog
+from bench.workloads import Workload
 
 WRITERS = Workload(prompt_tokens=32, output_tokens=256, seed="writers")
 PROMPTS = Workload(prompt_tokens=2000, output_tokens=1, seed="prompts")

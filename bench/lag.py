@@ -19,10 +19,10 @@ from pathlib import Path
 import httpx
 
 from bench.gap import times_of
-from bench.load import Workload
 from bench.machine import commit, machine_facts
 from bench.servers import mesh_command, running
 from bench.steplog import Step, StepLog
+from bench.workloads import Workload
 
 LEVELS = (1, 8, 32)
 TARGET_SHARE = 0.05  # at N = 1

@@ -1,70 +1,44 @@
-"""The one HTTP load generator: it sends streaming completions and writes down what came when."""
+"""The one HTTP load generator: it sends streaming completions and writes down what came when.
+
+:func:`closed_loop` keeps N requests open, :func:`open_loop` sends when a request is due and counts
+waiting from there. Beside either, one-token probes can ask how long a short request takes while
+the others are served.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
-import random
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from bench.arrivals import probe_times
 from bench.records import Record, Run
+from bench.workloads import Workload
 from skippy_mesh.errors import UsageError
 
-# Everyday words: nearly every vocabulary has each as one token with its leading space.
-_WORDS = (
-    "time year people way day man thing woman life child world school state family student group "
-    "country problem hand part place case week company system program question work government "
-    "number night point home water room mother area money story fact month lot right study book "
-    "eye job word business issue side kind head house service friend father power hour game line "
-    "end member law car city community name president team minute idea body information back "
-    "parent face level office door health person art war history party result change morning "
-    "reason research girl guy moment air teacher force education"
-)
-WORDS = _WORDS.split()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What every request asks for. Same seed and index, same prompt, for whichever engine."""
-
-    prompt_tokens: int = 128  # wished for; what the server counted is in the records
-    output_tokens: int = 64  # exact: end-of-text is masked, so all engines do equal work
-    shared_tokens: int = 0  # of prompt_tokens, the first ones, the same in all prompts
-    uses_cache: bool = False
-    seed: str = "0"
-
-    def prompt(self, index: int) -> str:
-        """Random words, so that no two prompts share a prefix that a cache could skip, but for the
-        one they are meant to share."""
-        shared = random.Random(f"{self.seed}/shared").choices(WORDS, k=self.shared_tokens)
-        draw = random.Random(f"{self.seed}/{index}")
-        return " ".join(shared + draw.choices(WORDS, k=self.prompt_tokens - self.shared_tokens))
-
-    def body(self, index: int) -> dict[str, object]:
-        return {
-            "prompt": self.prompt(index),
-            "max_tokens": self.output_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "cache_prompt": self.uses_cache,
-        }
+MAX_PROBES_S = 3600.0
 
 
 @dataclass(slots=True)
 class Stream:
-    """What one answer has said so far, fed line by line."""
+    """What one answer has said so far, fed line by line. ``code`` names a failure in a word,
+    ``error`` in full."""
 
     chunk_times_s: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    usage: dict[str, int] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
+    status: int | None = None
+    retry_after: str | None = None
+    code: str | None = None
     error: str | None = None
 
     def feed(self, line: str, now_s: float) -> None:
@@ -73,13 +47,32 @@ class Stream:
             return  # comments keep the connection alive; the end is checked by what came before
         frame = json.loads(data)
         if "error" in frame:
-            self.error = f"error in the stream: {frame['error'].get('message')}"
+            problem = frame["error"]
+            self.fail(
+                str(problem.get("code") or "stream error"),
+                f"error in the stream: {problem.get('message')}",
+            )
         self.usage = frame.get("usage") or self.usage
         for choice in frame.get("choices", ()):
             if choice.get("text"):
                 self.chunk_times_s.append(now_s)
                 self.texts.append(choice["text"])
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def refuse(self, reply: httpx.Response, body: bytes) -> None:
+        """No stream came, but an error page."""
+        detail = body.decode(errors="replace")
+        self.retry_after = reply.headers.get("retry-after")
+        try:
+            name = f" {json.loads(detail)['error']['code']}"
+        except (ValueError, KeyError, TypeError):
+            name = ""
+        self.fail(f"{reply.status_code}{name}", f"HTTP {reply.status_code}: {detail[:200]}")
+
+    def fail(self, code: str, error: str) -> None:
+        """The first failure is the one that counts."""
+        if self.error is None:
+            self.code, self.error = code, error
 
     def verdict(self, output_tokens: int) -> str | None:
         """Why an answer that ended is not a whole one."""
@@ -92,6 +85,17 @@ class Stream:
         if self.usage["completion_tokens"] != output_tokens:
             return f"{self.usage['completion_tokens']} tokens came, {output_tokens} were asked for"
         return None if self.texts else "no text came"
+
+    def end(self, output_tokens: int) -> None:
+        reason = self.verdict(output_tokens)
+        if reason is not None:
+            self.fail("aborted" if self.finish_reason == "abort" else "incomplete", reason)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        details = self.usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        return cached if isinstance(cached, int) else None
 
 
 def check_loopback(url: str) -> None:
@@ -106,7 +110,13 @@ def check_loopback(url: str) -> None:
 
 
 async def send(
-    client: httpx.AsyncClient, workload: Workload, index: int, *, scheduled_s: float, until_s: float
+    client: httpx.AsyncClient,
+    workload: Workload,
+    index: int,
+    *,
+    scheduled_s: float,
+    until_s: float,
+    queue_s: float = 0.0,
 ) -> Record:
     """One streaming completion, given up at ``until_s``. Every ending becomes a record."""
     stream, is_cut = Stream(), False
@@ -117,27 +127,32 @@ async def send(
             asyncio.timeout(until_s - sent_s),
             client.stream("POST", "/v1/completions", json=body) as reply,
         ):
+            stream.status = reply.status_code
             if reply.status_code == 200:
                 async for line in reply.aiter_lines():
                     stream.feed(line, time.monotonic())
-                stream.error = stream.verdict(workload.output_tokens)
+                stream.end(workload.output_tokens)
             else:
-                detail = (await reply.aread()).decode(errors="replace")
-                stream.error = f"HTTP {reply.status_code}: {detail[:200]}"
+                stream.refuse(reply, await reply.aread())
     except TimeoutError:
         is_cut = True
     except (httpx.HTTPError, ValueError) as failure:
-        stream.error = stream.error or f"{type(failure).__name__}: {failure}"
+        stream.fail(type(failure).__name__, f"{type(failure).__name__}: {failure}")
     return Record(
         index=index,
         scheduled_s=scheduled_s,
+        queue_s=queue_s,
         sent_s=sent_s,
         end_s=time.monotonic(),
         chunk_times_s=tuple(stream.chunk_times_s),
         prompt_tokens=stream.usage.get("prompt_tokens"),
         completion_tokens=stream.usage.get("completion_tokens"),
+        cached_tokens=stream.cached_tokens,
         finish_reason=stream.finish_reason,
         text="".join(stream.texts),
+        status=stream.status,
+        retry_after=stream.retry_after,
+        code=stream.code,
         error=stream.error,
         is_cut=is_cut and stream.error is None,
     )
@@ -169,35 +184,119 @@ async def closed_loop(
     send_s: float,
     drain_s: float,
     first_index: int = 0,
+    refused_pause_s: float = 0.0,
+    probe_rate: float = 0.0,
 ) -> Run:
     """``num_clients`` clients, each sends its next request when its last one ended.
 
     Nothing new is sent after ``max_requests`` or ``send_s``; what is open then has ``drain_s`` to
-    finish before it is cut. The requests are those of ``first_index`` on.
+    finish before it is cut. The requests are those of ``first_index`` on. A client that was refused
+    waits ``refused_pause_s`` first.
     """
-    check_loopback(url)
     indices = iter(range(first_index, first_index + max_requests))
-    records: list[Record] = []
-    cpu_s, start_s = time.process_time(), time.monotonic()
 
-    async def one_client(client: httpx.AsyncClient) -> None:
+    async def one_client(client: httpx.AsyncClient, records: list[Record], start_s: float) -> None:
+        until_s = start_s + send_s + drain_s
         while (now_s := time.monotonic()) < start_s + send_s:
             index = next(indices, None)
             if index is None:
                 return
-            until_s = start_s + send_s + drain_s
-            records.append(await send(client, workload, index, scheduled_s=now_s, until_s=until_s))
+            record = await send(client, workload, index, scheduled_s=now_s, until_s=until_s)
+            records.append(record)
+            if record.is_rejected:
+                await asyncio.sleep(refused_pause_s)
 
+    async def play(client: httpx.AsyncClient, records: list[Record], start_s: float) -> None:
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(num_clients):
+                clients.create_task(one_client(client, records, start_s))
+
+    return await _observed(url, play, probe_rate=probe_rate)
+
+
+async def open_loop(
+    url: str,
+    workload: Workload,
+    *,
+    times_s: Sequence[float],
+    drain_s: float,
+    max_concurrency: int | None = None,
+    probe_rate: float = 0.0,
+) -> Run:
+    """Request i is due ``times_s[i]`` after the start, whatever became of the others; with
+    ``max_concurrency`` it may have to wait for its turn first. ``drain_s`` after the last is due,
+    what is open is cut."""
+    permits = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+
+    async def one_request(
+        client: httpx.AsyncClient, records: list[Record], index: int, start_s: float
+    ) -> None:
+        due_s = start_s + times_s[index]
+        await asyncio.sleep(due_s - time.monotonic())
+        until_s, queue_s = start_s + times_s[-1] + drain_s, 0.0
+        async with permits or contextlib.nullcontext():
+            if permits is not None:
+                queue_s = time.monotonic() - due_s
+            record = await send(
+                client, workload, index, scheduled_s=due_s, until_s=until_s, queue_s=queue_s
+            )
+        records.append(record)
+
+    async def play(client: httpx.AsyncClient, records: list[Record], start_s: float) -> None:
+        async with asyncio.TaskGroup() as requests:
+            for index in range(len(times_s)):
+                requests.create_task(one_request(client, records, index, start_s))
+
+    return await _observed(url, play, probe_rate=probe_rate)
+
+
+Play = Callable[[httpx.AsyncClient, list[Record], float], Awaitable[None]]
+
+
+async def _observed(url: str, play: Play, *, probe_rate: float) -> Run:
+    """``play`` with a client, and what it left behind, in the order of the requests."""
+    check_loopback(url)
+    records: list[Record] = []
+    probes: list[Record] = []
     # No proxy from the environment and no pool limit: the client must not queue by itself. Each
     # request has its own connection: a kept one may be closed by the server at the very moment it
     # is used again, which would count as a failure that no user would see.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with (
         httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False) as client,
-        asyncio.TaskGroup() as clients,
+        asyncio.TaskGroup() as beside,
     ):
-        for _ in range(num_clients):
-            clients.create_task(one_client(client))
+        cpu_s, start_s = time.process_time(), time.monotonic()
+        over = asyncio.Event()
+        beside.create_task(_probe(client, probe_rate, probes, over))
+        try:
+            await play(client, records, start_s)
+        finally:
+            over.set()
     wall_s = time.monotonic() - start_s
-    share = (time.process_time() - cpu_s) / wall_s
-    return Run(records=sorted(records, key=lambda r: r.index), client_cpu_share=share)
+    return Run(
+        records=sorted(records, key=lambda r: r.index),
+        probes=probes,
+        client_cpu_share=(time.process_time() - cpu_s) / wall_s,
+    )
+
+
+async def _probe(
+    client: httpx.AsyncClient, rate: float, probes: list[Record], over: asyncio.Event
+) -> None:
+    """Requests for one token at even distances until ``over``; those open then are waited for."""
+    workload = Workload(prompt_tokens=4, output_tokens=1, seed="probe")
+    start_s = time.monotonic()
+    until_s = start_s + MAX_PROBES_S
+
+    async def ask(index: int, due_s: float) -> None:
+        probes.append(await send(client, workload, index, scheduled_s=due_s, until_s=until_s))
+
+    async with asyncio.TaskGroup() as requests:
+        for index, time_s in enumerate(probe_times(rate, MAX_PROBES_S)):
+            due_s = start_s + time_s
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), due_s - time.monotonic())
+            if over.is_set():
+                return
+            requests.create_task(ask(index, due_s))

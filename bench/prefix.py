@@ -17,15 +17,16 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench.load import Workload, run_requests
+from bench.load import run_requests
 from bench.machine import document_head
 from bench.peers import find_peers
+from bench.points import check_warm, describe, published, write_json
 from bench.records import Run, same_texts
 from bench.servers import Server, llama_server_command, mesh_command, model_path, running
 from bench.steplog import Step, StepLog
-from bench.sweep import check_warm, describe, published, write_json
 from bench.table import HEADER, table_row
 from bench.verdict import Points, Target, interval, paired_ratios, summarise
+from bench.workloads import Workload
 
 COLD, WARM, PEER = "cold", "warm", "llama-server"
 NUM_SLOTS = 32

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench.load import Workload, run_requests
+from bench.load import run_requests
 from bench.machine import document_head
 from bench.peers import find_peers
+from bench.points import COUNTS, OURS, check_warm, describe, published, write_json
 from bench.processes import TICKS_PER_S, read_stat
 from bench.records import Run, same_texts
 from bench.servers import (
@@ -33,9 +34,9 @@ from bench.servers import (
     running,
 )
 from bench.steplog import StepLog, profile
-from bench.sweep import OURS, check_warm, describe, published, write_json
 from bench.table import HEADER, table_row
 from bench.verdict import Points, Target, interval, judgements, paired_ratios, summarise
+from bench.workloads import Workload
 
 NUM_SLOTS = 32
 NUM_CELLS = 8192  # 256 for each slot, and as many lanes of ours
@@ -166,8 +167,7 @@ def judge(point: dict[str, object], alone: dict[str, int] | None) -> dict[str, o
         reason = reason or f"only {alone['equal']} of {alone['asked']} texts are the same alone"
     if reason is None:
         return point | {"alone": alone}
-    counts = ("sent", "completed", "failed", "cut", "errors")
-    return {"void": reason, "alone": alone, **{key: point[key] for key in counts}}
+    return {"void": reason, "alone": alone, **{key: point[key] for key in COUNTS}}
 
 
 def measure(

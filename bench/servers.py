@@ -103,8 +103,9 @@ class Server:
         """Memory peaks and CPU of this server while the block runs, looked at every 0.2 s."""
         watch, over = Watch(self.pid, *self.worker_pids), threading.Event()
 
+        watch.look()  # the first look costs most, and is not to fall on the first request
+
         def keep_looking() -> None:
-            watch.look()
             while not over.wait(SAMPLE_S):
                 watch.look()
 

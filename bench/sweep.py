@@ -10,23 +10,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
-import json
-import os
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.load import Workload, closed_loop
+from bench.load import closed_loop
 from bench.machine import document_head
 from bench.peers import find_peers
-from bench.records import Run, same_texts, summarise
-from bench.servers import Server, llama_server_command, mesh_command, model_path, running
+from bench.points import OURS, RESULTS, check_warm, describe, published, write_json
+from bench.records import Run, same_texts
+from bench.servers import llama_server_command, mesh_command, model_path, running
 from bench.table import HEADER, table_row
-from skippy_mesh.errors import RuntimeUnavailableError
+from bench.workloads import Workload
 
-OURS = "ours"
 PEERS = ("llama-server",)
-RESULTS = Path(__file__).parent / "results"
 MIN_REQUESTS = 8  # below this a median says little
 
 
@@ -68,45 +65,6 @@ class Settings:
         )
 
 
-def why_void(summary: dict[str, object]) -> str | None:
-    if summary["failed"]:
-        return f"{summary['failed']} of {summary['sent']} requests failed: {summary['errors']}"
-    return None if summary["completed"] else "no request finished in time"
-
-
-def describe(run: Run, num_requests: int) -> dict[str, object]:
-    """A point of one arm: its numbers, or why there are none; the counts in any case."""
-    summary = summarise(run)
-    counts = ("sent", "completed", "failed", "cut", "errors")
-    reason = why_void(summary)
-    if reason is not None:
-        return {"void": reason, **{key: summary[key] for key in counts}}
-    missing = num_requests - len(run.records)
-    note = None
-    if summary["cut"] or missing:
-        note = (
-            f"cut by time: {summary['cut']} requests were still open, {missing} were never sent; "
-            "latencies are of the finished ones, so they flatter"
-        )
-    return {"void": None, "cut_by_time": note, **summary}
-
-
-def published(command: list[str]) -> list[str]:
-    """File names only: a result is published, the folders of a machine are not."""
-    return [Path(word).name if "/" in word else word for word in command]
-
-
-def check_warm(server: Server, one: Workload) -> None:
-    """The first request pays for what is done once, so no point counts it."""
-    run = asyncio.run(
-        closed_loop(server.url, one, num_clients=1, max_requests=1, send_s=60, drain_s=60)
-    )
-    if not run.records[0].is_complete:
-        problem = run.records[0].error or "took too long"
-        tail = "\n".join(server.log_lines()[-20:])
-        raise RuntimeUnavailableError(f"{server.name}: the first request: {problem}\n{tail}")
-
-
 def measure(settings: Settings, arm: str, level: int, round_: int) -> tuple[Run, dict[str, object]]:
     command = settings.command(arm, level)
     with running(arm, command) as server:
@@ -137,14 +95,6 @@ def ratio(arms: dict[str, dict[str, object]], peer: str | None) -> float | None:
     ours = arms[OURS].get("output_throughput")
     theirs = arms[peer].get("output_throughput") if peer else None
     return ours / theirs if isinstance(ours, float) and isinstance(theirs, float) else None
-
-
-def write_json(path: Path, document: dict[str, object]) -> None:
-    """All or nothing, after every point: an interrupted sweep keeps what it measured."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(document, indent=1) + "\n")
-    os.replace(part, path)
 
 
 def sweep(settings: Settings, out: Path) -> None:

@@ -89,11 +89,11 @@ def paired_ratios(
     return found
 
 
-def verdict(target: Target, found: Interval | None) -> Verdict:
+def verdict(target: Target, found: Interval | None, *, min_rounds: int = MIN_ROUNDS) -> Verdict:
     """Undecided if the bound lies within the interval, or the rounds are too few to say."""
     if found is None:
         return "no number"
-    if found.rounds < MIN_ROUNDS:
+    if found.rounds < min_rounds:
         return "undecided"
     sign = 1 if target.is_floor else -1
     low, high = sorted((sign * found.low, sign * found.high))

@@ -28,7 +28,7 @@ from skippy_mesh.api_flags import (
 from skippy_mesh.errors import UsageError
 from skippy_mesh.places import AdmissionLimits
 from skippy_mesh.planning import add_cache_flag, cluster_address, layout_of, planned
-from skippy_mesh.starting import open_mesh, ready_text, settings_of
+from skippy_mesh.starting import chosen_engine, open_mesh, ready_text, settings_of
 
 if TYPE_CHECKING:
     from coordinator.launch import Mesh
@@ -48,7 +48,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
     parser.add_argument(
         "--engine", choices=("auto", "mesh", "baseline"), default="auto",
-        help="auto: mesh, as no class of models has failed its gate; baseline: one at a time",
+        help="auto: mesh, or where the model's class failed its gate baseline: one at a time",
     )  # fmt: skip
     parser.add_argument(
         "-np", "--parallel", type=int, metavar="N",
@@ -110,7 +110,8 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
     check_web(args)
     rules_of(args, model)
     _admission(args, ceiling=1, num_cells=1)
-    engine = "baseline" if args.engine == "baseline" else "mesh"
+    choice = chosen_engine(args.engine, model)
+    engine = choice.engine
     lanes = 1 if engine == "baseline" else args.parallel
     with ExitStack() as stack:
         plan = stack.enter_context(planned(args, model, lanes=lanes))
@@ -136,7 +137,7 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
         }
         spec = replace(spec, config={**spec.config, **resolved})
         gateway, url = stack.enter_context(_gateway(args, spec, mesh, limits, sock))
-        serve(gateway, ready_text(mesh, engine, url))
+        serve(gateway, ready_text(mesh, choice, url))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from skippy_mesh.config import EngineSettings
 from skippy_mesh.errors import ModelFileError
 from skippy_mesh.planning import cluster_address, stage_specs
 from skippy_mesh.scheduler.policies import Policies
+from skippy_mesh.verdicts import Choice, choose_engine, gate_file, read_verdicts
 
 if TYPE_CHECKING:
     from coordinator.launch import Mesh
@@ -73,6 +74,12 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
     return settings
 
 
+def chosen_engine(asked: str, model: ModelFile) -> Choice:
+    """What `--engine` comes to for this model. The verdicts are looked at only if they count."""
+    verdicts = read_verdicts(gate_file()) if asked == "auto" else {}
+    return choose_engine(asked, model.family, verdicts)
+
+
 @contextmanager
 def open_mesh(
     args: argparse.Namespace, model: ModelFile, plan: Plan, *, engine: str = "mesh"
@@ -113,20 +120,16 @@ Try it:
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"messages":[{{"role":"user","content":"Why is the sky blue?"}}],"max_tokens":64}}'
 """
-_ENGINES = {
-    "mesh": "mesh, no verdict of a gate yet",
-    "baseline": "baseline, one request at a time",
-}
 
 
-def ready_text(mesh: Mesh, engine: str, url: str) -> str:
+def ready_text(mesh: Mesh, engine: Choice, url: str) -> str:
     reason = mesh.why_inexact
     return _READY.format(
         url=url,
         num_stages=len(mesh.infos),
         ceiling=mesh.ceiling,
         exact="yes" if reason is None else "no",
-        engine=_ENGINES[engine],
+        engine=engine.why,
         why=reason or "every stage's self-test passed",
         profile=profile_text(mesh.infos),
     )

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import uvicorn
 
-from bench.load import Workload, check_loopback, closed_loop
-from bench.records import Record, Run, max_in_flight, percentile, same_texts, summarise
-from bench.sweep import Settings, describe, median_ratios, ratio
+from bench.figures import percentile, summarise
+from bench.load import check_loopback, closed_loop
+from bench.points import describe
+from bench.records import Record, Run, max_in_flight, same_texts
+from bench.sweep import Settings, median_ratios, ratio
 from bench.table import table_row
+from bench.workloads import Workload
 from skippy_mesh.errors import UsageError
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -259,7 +262,7 @@ def test_time_up_cuts_what_is_open_and_sends_nothing_more() -> None:
     assert 1.0 <= took < 5
     assert [r.is_cut for r in run.records] == [False, True]
     summary = summarise(run)
-    assert (summary["completed"], summary["cut"], summary["failed"]) == (1, 1, 0)
+    assert (summary["completed"], summary["timeouts"], summary["failed"]) == (1, 1, 0)
 
 
 def test_an_unreachable_server_is_a_failure() -> None:
@@ -301,7 +304,9 @@ def test_prompts_share_what_they_are_meant_to_and_no_more() -> None:
 
 
 def test_the_numbers_of_a_hand_made_trace() -> None:
-    second = make_record(index=1, sent_s=11.0, end_s=20.0, chunk_times_s=(15.0, 19.0))
+    second = make_record(
+        index=1, scheduled_s=11.0, sent_s=11.0, end_s=20.0, chunk_times_s=(15.0, 19.0)
+    )
     summary = summary_of(make_record(), second)
     assert summary["duration"] == 10.0  # first send to last end
     assert summary["output_throughput"] == 1.0
@@ -318,7 +323,7 @@ def test_what_is_not_known_is_none_and_never_zero() -> None:
     assert (summary["sent"], summary["failed"], summary["completed"]) == (1, 1, 0)
     for key in ("duration", "output_throughput", "total_output_tokens", "p99_ttft_ms"):
         assert summary[key] is None
-    assert summary["errors"] == {"gone": 1}
+    assert summary["failures"] == {"gone": 1}
 
 
 def test_failed_and_cut_requests_lend_no_tokens_and_no_latencies() -> None:
