@@ -89,16 +89,21 @@ def ggml_base() -> ctypes.CDLL:
     return ctypes.CDLL(str(library_dir() / f"libggml-base.{suffix}"))
 
 
-@functools.cache
-def tap_library() -> ctypes.CDLL:
-    """The compiled ``tap.c``, with its signatures declared."""
+def tap_path() -> Path:
+    """The compiled ``tap.c``."""
     spec = importlib.util.find_spec("stages._tap")
     if spec is None or spec.origin is None:
         raise RuntimeUnavailableError(
             "the compiled part of skippy_mesh is missing: install it with `pip install -e .` "
             "(or `make setup`), which needs a C compiler"
         )
-    tap = ctypes.CDLL(spec.origin)
+    return Path(spec.origin)
+
+
+@functools.cache
+def tap_library() -> ctypes.CDLL:
+    """The compiled ``tap.c``, with its signatures declared."""
+    tap = ctypes.CDLL(str(tap_path()))
     pointer = ctypes.c_void_p
     tap.tap_new.restype = pointer
     tap.tap_new.argtypes = [pointer] * 4 + [ctypes.c_char_p] * 2 + [ctypes.c_bool]

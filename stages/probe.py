@@ -21,7 +21,7 @@ from pathlib import Path
 
 from skippy_mesh.errors import RuntimeUnavailableError
 from stages.disk import cache_dir, write_text
-from stages.native import library_dir
+from stages.native import library_dir, tap_path
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,10 @@ def _run(command: Sequence[str]) -> str | None:
 
 @functools.cache
 def machine_key() -> str:
-    """Changes with the library's build and the CPU's features: what decides how numbers round."""
+    """Changes with the builds of the library and of the tap, and the CPU's features: what decides
+    how numbers round, and which of them are seen."""
     seen = [platform.machine()]
-    for path in sorted(library_dir().glob("*")):
+    for path in (tap_path(), *sorted(library_dir().glob("*"))):
         stat = path.stat()
         seen.append(f"{path} {stat.st_size} {stat.st_mtime_ns}")
     try:
