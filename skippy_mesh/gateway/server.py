@@ -177,6 +177,7 @@ class GatewayServer:
         """Refuse what is new and what is in the queue, let run what runs for ``drain_s``, then
         abort it; the second call aborts at once. Does not wait."""
         if self._is_draining:
+            self._watch.stop()
             threading.Thread(target=self._client.close, name="abort", daemon=True).start()
             return
         self._is_draining = True
@@ -233,6 +234,7 @@ class GatewayServer:
         deadline_s = time.monotonic() + self._spec.drain_s
         while self._client.num_open and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
+        self._watch.stop()
         # Streams end with a reason. What uvicorn cancels would break off, with a traceback.
         self._client.close()
         self._server.should_exit = True

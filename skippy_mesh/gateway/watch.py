@@ -63,12 +63,16 @@ class Watch:
         pulses = self._ask()
         silent = why_silent(pulses)
         self._heard_s |= {stage: asked_s for stage in self._stages if stage not in silent}
-        if silent and not self._silent:
+        if silent and not self._silent and not self._stopped.is_set():
             logger.warning("not serving: %s", next(iter(silent.values())))
         self._pulses, self._silent = pulses, silent
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """The stages are about to end: that they do is nothing to tell."""
         self._stopped.set()
+
+    def close(self) -> None:
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:

@@ -111,8 +111,13 @@ def test_stages_that_are_spread_leave_the_head_alone_unless_told(two_nodes, mode
         (stage,) = found.stages
         assert (stage.node.is_head, stage.node.num_cpus) == (False, 2)
     with (
-        pytest.raises(UsageError, match="for each of 2 stages, and there is room on 1"),
+        pytest.raises(PlanError, match="the node has"),
         planned(flags(two_nodes, spread=True, ctx_size=256, stages=2), model),
+    ):
+        raise AssertionError("planned")
+    with (
+        pytest.raises(UsageError, match="for each of 2 stages, and there is room on 1"),
+        planned(flags(two_nodes, address=None, spread=True, ctx_size=256, stages=2), model),
     ):
         raise AssertionError("planned")
     args = flags(two_nodes, spread=True, use_head=True, ctx_size=256, stages=2)
