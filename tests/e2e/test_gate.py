@@ -17,10 +17,18 @@ from skippy_mesh.planning import costs_of_model
 from skippy_mesh.starting import open_model
 
 SETTINGS = replace(
-    QUICK, rounds=1, stages=1, threads=1, point_seconds=60.0, overload_seconds=0.5, num_alone=2,
+    QUICK,
+    rounds=1,
+    stages=1,
+    threads=1,
+    point_seconds=60.0,
+    overload_seconds=0.5,
+    num_alone=2,
     max_queue=4,
-    long_tokens=200, prefix_tokens=64, prefix_clients=2,
-)  # fmt: skip
+    long_tokens=200,
+    prefix_tokens=64,
+    prefix_clients=2,
+)
 
 
 @pytest.fixture(scope="module")
