@@ -10,11 +10,9 @@ import functools
 import logging
 import os
 import platform
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +21,6 @@ import grpc
 import ray
 from ray._private import worker as ray_worker
 from ray._private.gcs_utils import create_gcs_channel
-from ray._private.state import available_resources_per_node
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -32,17 +28,19 @@ from ray.util.scheduling_strategies import (
 
 from coordinator.ceiling import Ceiling, Term, context_bound
 from coordinator.coordinator import Coordinator
+from coordinator.hops import Echo
+from coordinator.loading import LOOK_S, load_actors
 from coordinator.measured import engine_plan
 from coordinator.nodes import Node, nodes_of_cluster
-from coordinator.placement import why_unplaced
 from coordinator.ray_board import RayBoard
 from coordinator.remote import RemoteDoorkeeper, RemoteGateway
+from coordinator.reservation import release, reserve
 from coordinator.supervisor import Supervisor
 from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
 from skippy_mesh.engine import EnginePlan
-from skippy_mesh.errors import RuntimeUnavailableError, SkippyError, StageError, UsageError
-from skippy_mesh.health import MAX_RESTARTS, STUCK_S, Pulse, Watchdog, why_silent
+from skippy_mesh.errors import RuntimeUnavailableError, UsageError
+from skippy_mesh.health import MAX_RESTARTS, STUCK_S, OnLoad, Pulse, Watchdog, why_silent
 from skippy_mesh.places import AdmissionLimits
 from stages.head import StageHead
 from stages.pipeline import RemoteHead, first_line, read_pulses, reset_peaks
@@ -52,10 +50,7 @@ logger = logging.getLogger(__name__)
 
 # Activations are the only large objects, and each lives for one step.
 _OBJECT_STORE_BYTES = 256 * 2**20
-_PLACEMENT_TIMEOUT_S = 600.0
-_PLACEMENT_NOTICE_S = 10.0
 _CONNECT_TIMEOUT_S = 10.0
-_REMOVAL_S = 3.0
 # A decode must not block a question about health, and one thread must own the context.
 _CONCURRENCY_GROUPS = {"step": 1, "control": 1, "reports": 2, "health": 1}
 _GROUP_OF = {
@@ -75,6 +70,7 @@ _GROUP_OF = {
     "info": "health",
     "pulse": "health",
     "reset_peak": "health",
+    "loading": "health",
     "node": "health",
 }
 _OFTEN = ("step", "pulse", "submit", "abort", "reports")
@@ -183,12 +179,13 @@ def mesh(
     planned: Ceiling | None = None,
     spread: bool = False,
     max_restarts: int = MAX_RESTARTS,
+    on_load: OnLoad | None = None,
 ) -> Iterator[Mesh]:
     """Stages and engine, running: in a thread where there is one stage, else as Ray actors, each
     on a node of its own with ``spread`` and started again ``max_restarts`` times in 10 minutes.
 
     ``planned`` is the ceiling these stages were planned for, which holds unless they came out
-    smaller; without it ``parallel`` may lower what they have.
+    smaller; without it ``parallel`` may lower what they have. ``on_load`` is told how far they are.
     """
     plan_of = functools.partial(
         engine_plan,
@@ -199,9 +196,9 @@ def mesh(
     )
     with ExitStack() as stack:
         if is_local(specs):
-            yield stack.enter_context(_local_mesh(specs[0], plan_of))
+            yield stack.enter_context(_local_mesh(specs[0], plan_of, on_load))
         else:
-            yield stack.enter_context(_ray_mesh(specs, plan_of, mesh_name, spread))
+            yield stack.enter_context(_ray_mesh(specs, plan_of, mesh_name, spread, on_load))
 
 
 def is_local(specs: Sequence[StageSpec]) -> bool:
@@ -210,7 +207,7 @@ def is_local(specs: Sequence[StageSpec]) -> bool:
 
 
 @contextmanager
-def _local_mesh(spec: StageSpec, plan_of: _PlanOf) -> Iterator[Mesh]:
+def _local_mesh(spec: StageSpec, plan_of: _PlanOf, on_load: OnLoad | None) -> Iterator[Mesh]:
     head = StageHead(spec)
 
     def load() -> tuple[Mesh, Callable[[], None]]:
@@ -222,14 +219,22 @@ def _local_mesh(spec: StageSpec, plan_of: _PlanOf) -> Iterator[Mesh]:
         found = Mesh(head, [info], limit, plan.max_model_len, pulses, reset, nodes)
         return found, head.serve
 
-    with on_own_thread(load) as loaded:
+    look = None if on_load is None else functools.partial(_look, head, on_load)
+    with on_own_thread(load, look) as loaded:
         yield loaded
 
 
+def _look(head: StageHead, on_load: OnLoad) -> None:
+    on_load([head.loading()])
+
+
 @contextmanager
-def on_own_thread(load: Callable[[], tuple[Mesh, Callable[[], None]]]) -> Iterator[Mesh]:
+def on_own_thread(
+    load: Callable[[], tuple[Mesh, Callable[[], None]]], look: Callable[[], None] | None = None
+) -> Iterator[Mesh]:
     """A mesh and what serves it, loaded and then run on one new thread, which owns the contexts
-    that are built there. Serving ends when the mesh's channel is closed, which is on exit."""
+    that are built there. Serving ends when the mesh's channel is closed, which is on exit. Until
+    it is loaded this thread calls ``look`` now and then."""
     loading: Future[Mesh] = Future()
 
     def run() -> None:
@@ -244,6 +249,8 @@ def on_own_thread(load: Callable[[], tuple[Mesh, Callable[[], None]]]) -> Iterat
     thread = threading.Thread(target=run, name="engine")
     thread.start()
     try:
+        while look is not None and not wait([loading], timeout=LOOK_S).done:
+            look()
         yield loading.result()
     finally:
         if not loading.exception():
@@ -253,11 +260,15 @@ def on_own_thread(load: Callable[[], tuple[Mesh, Callable[[], None]]]) -> Iterat
 
 @contextmanager
 def _ray_mesh(
-    specs: Sequence[StageSpec], plan_of: _PlanOf, mesh_name: str, spread: bool
+    specs: Sequence[StageSpec],
+    plan_of: _PlanOf,
+    mesh_name: str,
+    spread: bool,
+    on_load: OnLoad | None,
 ) -> Iterator[Mesh]:
-    with stage_actors(specs, mesh_name=mesh_name, first=StageHead, spread=spread) as (
-        actors, infos,
-    ):  # fmt: skip
+    with stage_actors(
+        specs, mesh_name=mesh_name, first=StageHead, spread=spread, on_load=on_load
+    ) as (actors, infos):
         plan, limit = plan_of(infos)
         supervisor = Supervisor(actors, plan, Watchdog(STUCK_S))
         try:
@@ -281,10 +292,11 @@ def stage_actors(
     mesh_name: str,
     first: type[Any] = StageWorker,
     spread: bool = False,
+    on_load: OnLoad | None = None,
 ) -> Iterator[tuple[list[Any], list[StageInfo]]]:
     """One loaded actor per spec, on the node it was planned for or else on as few as they fit or,
     with ``spread``, on one each; all ended on exit. The first is of class ``first``."""
-    group = _reserve(specs, mesh_name=mesh_name, spread=spread)
+    group = reserve(specs, mesh_name=mesh_name, spread=spread)
     actors: list[Any] = []
     try:
         for spec in specs:
@@ -301,11 +313,11 @@ def stage_actors(
                     ),
                 ).remote(spec)
             )
-        yield actors, _load(actors)
+        yield actors, load_actors(actors, on_load)
     finally:
         for actor in actors:
             ray.kill(actor)
-        _remove(group)
+        release(group)
 
 
 @contextmanager
@@ -344,6 +356,21 @@ def gateway_actor(
             ray.kill(actor)
 
 
+@contextmanager
+def echoes(node_ids: Sequence[str]) -> Iterator[list[Any]]:
+    """A stage without a model on each of these nodes, to measure what lies between them."""
+    actors: list[Any] = []
+    try:
+        for node_id in node_ids:
+            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            echo = ray.remote(Echo).options(num_cpus=0, scheduling_strategy=strategy)
+            actors.append(echo.remote())
+        yield actors
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
 def _node_id(node: str | None) -> str:
     """Of the node with this name, address or id, or the beginning of one; this node for None."""
     if node is None:
@@ -358,64 +385,6 @@ def _node_id(node: str | None) -> str:
             return str(row["NodeID"])
     names = ", ".join(row["NodeManagerHostname"] for row in alive)
     raise UsageError(f"the cluster has no node {node!r}; it has {names}")
-
-
-def _reserve(specs: Sequence[StageSpec], *, mesh_name: str, spread: bool) -> PlacementGroup:
-    bundles = [{"CPU": float(spec.context.num_threads)} for spec in specs]
-    strategy = "STRICT_SPREAD" if spread else "PACK"
-    nodes = [{"ray.io/node-id": spec.node_id} if spec.node_id else {} for spec in specs]
-    group = placement_group(
-        bundles, strategy=strategy, name=f"{mesh_name}_pg", bundle_label_selector=nodes
-    )
-    deadline_s = time.monotonic() + _PLACEMENT_TIMEOUT_S
-    if group.wait(min(_PLACEMENT_NOTICE_S, _PLACEMENT_TIMEOUT_S)):
-        return group
-    try:
-        why = why_unplaced(bundles, _free_resources(), spread=spread)
-        print(f"skippy-mesh: waiting for nodes: {why}", file=sys.stderr, flush=True)
-        if group.wait(max(deadline_s - time.monotonic(), 0)):
-            return group
-        why = why_unplaced(bundles, _free_resources(), spread=spread)
-        raise RuntimeUnavailableError(
-            f"after {_PLACEMENT_TIMEOUT_S:.0f} s there is {why}; add nodes, or lower --stages or "
-            f"--threads"
-        )
-    except BaseException:
-        _remove(group)
-        raise
-
-
-def _remove(group: PlacementGroup) -> None:
-    """With a limit: when all of our process group got the signal, the cluster is gone already, and
-    Ray would wait a minute for it and then end this process."""
-    removal = threading.Thread(target=remove_placement_group, args=(group,), daemon=True)
-    removal.start()
-    removal.join(_REMOVAL_S)
-    if removal.is_alive():
-        logger.warning("the cluster does not answer: it is left as it is")
-
-
-def _free_resources() -> list[tuple[str, Mapping[str, float]]]:
-    free = available_resources_per_node()
-    return [
-        (node["NodeManagerHostname"], free.get(node["NodeID"], {}))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
-def _load(actors: Sequence[Any]) -> list[Any]:
-    """Load all stages at once; the first failure, named, ends the wait."""
-    pending = [actor.load.remote() for actor in actors]
-    try:
-        return list(ray.get(pending))
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, SkippyError):
-            raise error.cause from error
-        reason = f"{type(error.cause).__name__}: {first_line(error.cause)}"
-        raise StageError(f"a stage could not load: {reason}") from error
-    except ray.exceptions.RayError as error:
-        raise StageError(f"a stage died while loading: {first_line(error)}") from error
 
 
 def _actor_class(plain: type[Any]) -> Any:

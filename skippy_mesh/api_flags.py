@@ -36,8 +36,9 @@ def add_api_flags(parser: argparse.ArgumentParser) -> None:
         help="what the model is called in the API (the file's name)",
     )  # fmt: skip
     parser.add_argument(
-        "--tokenizer-id", metavar="ID", help="where clients find the tokenizer (model card's root)"
-    )
+        "--tokenizer-id", "--tokenizer", metavar="ID",
+        help="where clients find the tokenizer (model card's root)",
+    )  # fmt: skip
     parser.add_argument(
         "--strict-model", action="store_true", help="404 for requests to a model of another name"
     )
@@ -96,12 +97,20 @@ def _add_template_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_web_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ssl-keyfile", metavar="FILE", help="of the server's certificate")
-    parser.add_argument("--ssl-certfile", metavar="FILE", help="answer HTTPS with this certificate")
     parser.add_argument(
-        "--cors-origins", default="", metavar="O[,O2]", help="pages of these origins may ask (none)"
+        "--ssl-keyfile", "--ssl-key-file", metavar="FILE", help="of the server's certificate"
     )
-    parser.add_argument("--root-path", default="", metavar="P", help="what a proxy takes off paths")
+    parser.add_argument(
+        "--ssl-certfile", "--ssl-cert-file", metavar="FILE",
+        help="answer HTTPS with this certificate",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cors-origins", "--allowed-origins", default="", metavar="O[,O2]",
+        help="pages of these origins may ask (none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--root-path", "--api-prefix", default="", metavar="P", help="what a proxy takes off paths"
+    )
 
 
 def check_web(args: argparse.Namespace) -> None:

@@ -13,26 +13,30 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
 from skippy_mesh import __version__
+from skippy_mesh.arguments import Parser, add_foreign_flags, parse
+from skippy_mesh.commands_doctor import add_doctor_flags, run_doctor
 from skippy_mesh.commands_plan import add_plan_flags, show_plan
+from skippy_mesh.commands_status import add_status_flags, show_status
 from skippy_mesh.errors import SkippyError, StageError, UsageError
-from skippy_mesh.planning import add_layout_flags, planned
+from skippy_mesh.planning import add_layout_flags, add_model_flag, planned
+from skippy_mesh.progress import byte_bar
 from skippy_mesh.serving import add_serve_flags, serve_model
 from skippy_mesh.starting import open_mesh, open_model, profile_text
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (try {self.prog} --help)")
+def build_parser() -> Parser:
+    return _build_parser()[0]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _build_parser() -> tuple[Parser, Mapping[str, Parser]]:
+    """With the parser of each command by its name."""
+    parser = Parser(
         prog="skippy-mesh",
         description="Serve one GGUF model, split by layers over the machines of a Ray cluster.",
     )
@@ -42,33 +46,33 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="answer the OpenAI API over HTTP")
     _add_model_flags(serve)
     add_serve_flags(serve)
+    add_foreign_flags(serve)
     serve.set_defaults(run=run_serve)
 
     generate = commands.add_parser("generate", help="complete one prompt on stdout")
     _add_model_flags(generate)
-    generate.add_argument("-p", "--prompt", required=True, type=_text, metavar="TEXT")
-    generate.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="(64)")
-    generate.add_argument("--temp", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
-    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0 is off (0)")
-    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 is off (1)")
-    generate.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 is off (0)")
-    generate.add_argument("-s", "--seed", type=int, metavar="S", help="default: random")
-    generate.add_argument("--json", action="store_true", help="last line: text and token ids")
-    generate.set_defaults(
-        run=run_generate, prefix_cache=False
-    )  # one prompt has nobody to share with
+    _add_generate_flags(generate)
+    generate.set_defaults(run=run_generate)
 
     plan = commands.add_parser("plan", help="say which node would run which layers")
     add_plan_flags(plan)
     plan.set_defaults(run=run_plan)
 
     cut = commands.add_parser("slice", help="write some layers of a model as a file of their own")
-    cut.add_argument("model", metavar="MODEL", help="a GGUF file, or demo")
+    add_model_flag(cut)
     cut.add_argument("--layers", required=True, metavar="LO:HI", help="layers LO to HI-1")
     cut.add_argument("-o", "--output", required=True, metavar="OUT")
     cut.add_argument("--debug", action="store_true", help="show tracebacks")
     cut.set_defaults(run=run_slice)
-    return parser
+
+    status = commands.add_parser("status", help="show how a running server is")
+    add_status_flags(status)
+    status.set_defaults(run=show_status)
+
+    doctor = commands.add_parser("doctor", help="say whether serve would start, and what to fix")
+    add_doctor_flags(doctor)
+    doctor.set_defaults(run=run_doctor)
+    return parser, commands.choices
 
 
 def _text(argument: str) -> str:
@@ -98,6 +102,19 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--use-head", action="store_true", help="--spread may use the head, too")
     parser.add_argument("--mesh-name", default="skippy", metavar="NAME", help="(%(default)s)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and stage logs")
+
+
+def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-p", "--prompt", required=True, type=_text, metavar="TEXT")
+    add("-n", "--max-tokens", type=int, default=64, metavar="N", help="(64)")
+    add("--temp", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
+    add("--top-k", type=int, default=0, metavar="K", help="0 is off (0)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="1 is off (1)")
+    add("--min-p", type=float, default=0.0, metavar="P", help="0 is off (0)")
+    add("-s", "--seed", type=int, metavar="S", help="default: random")
+    add("--json", action="store_true", help="last line: text and token ids")
+    parser.set_defaults(prefix_cache=False)  # one prompt has nobody to share with
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -152,7 +169,7 @@ def run_generate(args: argparse.Namespace) -> int:
                     "cuts": list(plan.cuts),
                     "exact": mesh.why_inexact is None,
                     "why_inexact": mesh.why_inexact,
-                    "profile": profile_text(mesh.infos),
+                    "profile": profile_text(mesh.infos[0].profile),
                 }
             )
         )
@@ -173,7 +190,8 @@ def run_slice(args: argparse.Namespace) -> int:
     except ValueError:
         raise UsageError(f"--layers takes LO:HI, for example 0:15, got {args.layers!r}") from None
     out = Path(args.output)
-    cut(model, lo, hi, out)
+    with byte_bar(f"layers {lo}:{hi}") as progress:
+        cut(model, lo, hi, out, progress)
     print(f"{out}: layers {lo}:{hi} of {model.num_layers}, {out.stat().st_size:,} bytes")
     return 0
 
@@ -184,12 +202,15 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str]) -> int:
     is_debug = "--debug" in argv
-    logging.basicConfig(
-        level=logging.DEBUG if is_debug else logging.WARNING,
-        format="%(levelname)s %(name)s: %(message)s",
-    )
     try:
-        args = build_parser().parse_args(argv)
+        parsed = parse(*_build_parser(), argv, os.environ)
+        args, is_debug = parsed.args, parsed.args.debug
+        logging.basicConfig(
+            level=logging.DEBUG if is_debug else logging.WARNING,
+            format="%(levelname)s %(name)s: %(message)s",
+        )
+        for notice in parsed.notices:
+            print(f"skippy-mesh: {notice}", file=sys.stderr)
         code: int = args.run(args)
         return code
     except SkippyError as error:

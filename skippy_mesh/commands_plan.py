@@ -38,7 +38,10 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--address", metavar="RAY", help="plan for the nodes of this Ray cluster (RAY_ADDRESS)")
     add("--max-model-len", type=int, metavar="N", help="tokens one request may have")
-    add("-np", "--parallel", type=int, metavar="N", help="lower the number of sessions at once")
+    add(
+        "-np", "--parallel", "--max-num-seqs", type=int, metavar="N",
+        help="lower the number of sessions at once",
+    )  # fmt: skip
     add_cache_flag(parser)
     add("--json", action="store_true", help="the plan as one JSON object")
     add("--debug", action="store_true", help="show tracebacks")

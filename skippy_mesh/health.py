@@ -1,4 +1,5 @@
-"""When a stage is stuck, and how often one may be started again. Pure: the time is an argument.
+"""How far a stage is loaded, when one is stuck, and how often one may be started again. Pure: the
+time is an argument.
 
 Three clocks. Silent for 3 s, a stage is not ready and named (``why_silent``); without progress
 for 120 s, it is started again; nothing in between ends it, for a step may be long.
@@ -7,8 +8,9 @@ for 120 s, it is started again; nothing in between ends it, for a step may be lo
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 MAX_RESTARTS = 5
 """Of one stage within the window. A request that kills a stage costs two: one in company, which
@@ -54,6 +56,23 @@ class Pulse:
     problem: str | None = None
     rss_bytes: int | None = None
     peak_rss_bytes: int | None = None
+
+
+LoadPhase = Literal["starting", "slicing", "loading", "testing", "loaded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How far a stage is in being loaded. The bytes are those of the slice it writes; 0 of 0 while
+    it reads the file for the first time."""
+
+    phase: LoadPhase = "starting"
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+OnLoad = Callable[[Sequence[Loading]], None]
+"""Told now and then how far each stage is, by stage."""
 
 
 class Watchdog:

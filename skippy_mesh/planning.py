@@ -40,21 +40,32 @@ _FREE_FRACTION = Fraction(85, 100)
 """Of this machine's free memory that a plan may use: the rest is for buffers not yet measured."""
 
 
-def add_layout_flags(parser: argparse.ArgumentParser) -> None:
-    """What narrows a plan."""
+def add_layout_flags(parser: argparse.ArgumentParser, *, model: str | None = None) -> None:
+    """What narrows a plan; ``model`` is for who names none."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a GGUF file (any part of a split one), or demo")
-    add("--stages", type=int, metavar="K", help="cut into K stages (default: as few as fit)")
+    add_model_flag(parser, default=model)
+    add(
+        "--stages", "--pipeline-parallel-size", type=int, metavar="K",
+        help="cut into K stages (default: as few as fit)",
+    )  # fmt: skip
     add("--cuts", type=_cuts, metavar="L[,L..]", help="cut before these layers, e.g. 5,11")
     add(
         "-c", "--ctx-size", type=int, default=0, metavar="N",
         help="cells of the KV pool that all requests share (0: what fits, at most 131072)",
     )  # fmt: skip
     add(
-        "--memory-fraction", type=_fraction, metavar="F",
+        "--memory-fraction", "--gpu-memory-utilization", type=_fraction, metavar="F",
         help="of this machine's free memory (0.85), or of what a cluster's nodes declare (1)",
     )  # fmt: skip
-    add("--kv", choices=KV_TYPES, default="q8_0", help="KV cache type (%(default)s)")
+    add(
+        "--kv", "--kv-cache-dtype", type=_kv_type, choices=KV_TYPES, default="q8_0",
+        help="KV cache type (%(default)s)",
+    )  # fmt: skip
+    for part in ("k", "v"):
+        add(
+            f"-ct{part}", f"--cache-type-{part}", type=_kv_type, choices=KV_TYPES,
+            help="as --kv: K and V have one type",
+        )  # fmt: skip
     add(
         "--allow-unproven", action="store_true",
         help="take a model of unknown architecture for a dense one",
@@ -63,9 +74,21 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_cache_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--prefix-cache", action=argparse.BooleanOptionalAction, default=True,
+        "--prefix-cache", "--enable-prefix-caching", "--cache-prompt",
+        action=argparse.BooleanOptionalAction, default=True,
         help="keep computed prompts for others that begin alike (on)",
     )  # fmt: skip
+
+
+def add_model_flag(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
+    what = "a GGUF file (any part of a split one), or demo"
+    # Absent, the word must not undo the flag.
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=what)
+    parser.add_argument("-m", "--model", metavar="MODEL", default=default, help="the same")
+
+
+def _kv_type(argument: str) -> str:
+    return {"auto": "q8_0", "bfloat16": "bf16"}.get(argument, argument)
 
 
 def _cuts(argument: str) -> tuple[int, ...]:

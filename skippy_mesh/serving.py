@@ -51,7 +51,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="auto: mesh, or where the model's class failed its gate baseline: one at a time",
     )  # fmt: skip
     parser.add_argument(
-        "-np", "--parallel", type=int, metavar="N",
+        "-np", "--parallel", "--max-num-seqs", type=int, metavar="N",
         help="lower the number of requests that may run at once (default: what memory permits)",
     )  # fmt: skip
     parser.add_argument(
@@ -86,11 +86,11 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_queue_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--max-queue", type=int, metavar="N",
+        "--max-queue", "--max-num-queued-reqs", type=int, metavar="N",
         help="requests that may wait (4 for each that may run, at least 16)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-queue-tokens", type=int, metavar="N",
+        "--max-queue-tokens", "--max-num-queued-tokens", type=int, metavar="N",
         help="prompt tokens that may wait (4 times the smallest pool)",
     )  # fmt: skip
     parser.add_argument(

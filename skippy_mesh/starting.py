@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from skippy_mesh.config import EngineSettings
 from skippy_mesh.errors import ModelFileError
 from skippy_mesh.planning import cluster_address, stage_specs
+from skippy_mesh.progress import load_bars
 from skippy_mesh.scheduler.policies import Policies
 from skippy_mesh.verdicts import Choice, choose_engine, gate_file, read_verdicts
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from coordinator.launch import Mesh
     from coordinator.planner import Plan
     from stages.gguf_file import ModelFile
-    from stages.worker import StageInfo
+    from stages.profile import Profile
 
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -52,9 +53,8 @@ def demo_path() -> Path:
     )
 
 
-def profile_text(infos: Sequence[StageInfo]) -> str:
+def profile_text(profile: Profile) -> str:
     """What exactness costs here: the kernels and the padding in use."""
-    profile = infos[0].profile
     tiled = "on" if profile.tiled else "off"
     repack = "on" if profile.repack else "off"
     return f"rows padded to {profile.pad}, tiled kernels {tiled}, repacking {repack}"
@@ -101,15 +101,17 @@ def open_mesh(
 
             yield stack.enter_context(baseline_mesh(specs, mesh_name=args.mesh_name))
         else:
-            yield stack.enter_context(
-                mesh(
+            with load_bars(specs) as on_load:
+                started = mesh(
                     specs,
                     settings,
                     mesh_name=args.mesh_name,
                     planned=plan.ceiling,
                     spread=args.spread,
+                    on_load=on_load,
                 )
-            )
+                running = stack.enter_context(started)
+            yield running
 
 
 _READY = """\
@@ -131,5 +133,5 @@ def ready_text(mesh: Mesh, engine: Choice, url: str) -> str:
         exact="yes" if reason is None else "no",
         engine=engine.why,
         why=reason or "every stage's self-test passed",
-        profile=profile_text(mesh.infos),
+        profile=profile_text(mesh.infos[0].profile),
     )

@@ -15,10 +15,10 @@ from skippy_mesh.client import ReportQueue
 from skippy_mesh.config import StageSpec
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.errors import StageError
-from skippy_mesh.health import Pulse, RestartLimit
+from skippy_mesh.health import Loading, Pulse, RestartLimit
 from skippy_mesh.messages import Request, StepReport
 from stages.pipeline import HeadPipeline
-from stages.worker import Progress, StageInfo, StageWorker
+from stages.worker import StageInfo, StageWorker
 
 
 class StageHead:
@@ -30,8 +30,11 @@ class StageHead:
     def __repr__(self) -> str:
         return repr(self._worker)
 
-    def load(self, progress: Progress | None = None) -> StageInfo:
-        return self._worker.load(progress)
+    def load(self) -> StageInfo:
+        return self._worker.load()
+
+    def loading(self) -> Loading:
+        return self._worker.loading()
 
     def prepare(self, plan: EnginePlan, actors: Sequence[Any] = ()) -> None:
         """Build the engine over this stage and the ``actors`` of those behind it."""

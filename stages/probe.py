@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import platform
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from skippy_mesh.errors import RuntimeUnavailableError
 from stages.disk import cache_dir, write_text
+from stages.library import ended_by
 from stages.native import library_dir, tap_path
 
 logger = logging.getLogger(__name__)
@@ -68,12 +68,7 @@ def _run(command: Sequence[str]) -> str | None:
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return f"no answer in {_TIMEOUT_S} s"
-    if done.returncode < 0:
-        return f"killed by {signal.Signals(-done.returncode).name}"
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"exit {done.returncode}"
-    return None
+    return ended_by(done)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import functools
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from skippy_mesh.errors import (
     StageLostError,
     StepOrderError,
 )
-from skippy_mesh.health import Pulse
+from skippy_mesh.health import Loading, Pulse
 from skippy_mesh.messages import StageTime, StepBatch, StepResult
 from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.sizes import available_bytes, format_size, process_bytes, reset_peak
@@ -38,8 +38,6 @@ from stages.sampling import Drawn, Sampler
 from stages.slices import cached_slice
 from stages.tokenizer import Tokenizer
 from stages.views import Loaded, new_context, rules_of
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +93,7 @@ class StageWorker:
         self._epoch = -1
         self._next_step = 0
         self._info: StageInfo | None = None
+        self._loading = Loading()
         self._busy_s = 0.0
         self._ended_s = 0.0
         self._step_began_s: float | None = None
@@ -106,7 +105,7 @@ class StageWorker:
             f"layers {spec.first_layer}:{spec.end_layer} epoch {self._epoch}"
         )
 
-    def load(self, progress: Progress | None = None) -> StageInfo:
+    def load(self) -> StageInfo:
         """Cut the slice if the cache lacks it, load it, prove it, and measure. A stage that is
         loaded has done that."""
         if self._info is not None:
@@ -117,7 +116,9 @@ class StageWorker:
         profile = PLAIN
         if spec.context.exact:
             profile = choose_profile(matrix_types(model.tensors.values()), can_repack=can_repack())
-        path = cached_slice(model, spec.first_layer, spec.end_layer, progress)
+        self._loading = Loading("slicing")
+        path = cached_slice(model, spec.first_layer, spec.end_layer, self._note_bytes)
+        self._loading = Loading("loading")
         fitting = _fitting(spec)
         context = self._context = new_context(
             model, path, fitting,
@@ -137,6 +138,7 @@ class StageWorker:
         key = verdict_key(loaded) if reason is None else ()
         before = time.perf_counter()
         if key:
+            self._loading = Loading("testing")
             reason = why_inexact(loaded, key)
         now = time.perf_counter()
         self._info = _describe(
@@ -232,6 +234,10 @@ class StageWorker:
         """The snapshot taken at load; None before. Never waits for a running step."""
         return self._info
 
+    def loading(self) -> Loading:
+        """How far :meth:`load` has come. Never waits for it."""
+        return self._loading if self._info is None else Loading("loaded")
+
     def pulse(self) -> Pulse:
         """How it is just now. Never waits for a running step."""
         began_s = self._step_began_s
@@ -259,6 +265,9 @@ class StageWorker:
         if self._context is not None:
             self._context.close()
             self._context = self._info = None
+
+    def _note_bytes(self, done: int, total: int) -> None:
+        self._loading = Loading("slicing", done, total)
 
     def _decode_frames(
         self, frame: bytes, activations: bytes | None

@@ -22,7 +22,7 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator import launch
+from coordinator import reservation
 from coordinator.launch import gateway_actor, mesh
 from skippy_mesh.config import ContextConfig, EngineSettings, specs_of
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError
@@ -312,8 +312,8 @@ def test_a_port_in_use_is_one_line(served):
 
 
 def test_a_node_for_each_stage_is_asked_for_and_what_lacks_is_said(model, monkeypatch, capfd):
-    monkeypatch.setattr(launch, "_PLACEMENT_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(launch, "_PLACEMENT_NOTICE_S", 0.5)
+    monkeypatch.setattr(reservation, "_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(reservation, "_NOTICE_S", 0.5)
     specs = specs_of(model, 6, (2,), CONTEXT)
     with (
         pytest.raises(RuntimeUnavailableError, match=r"no room for stage 1 \(1 CPU\), each on a"),

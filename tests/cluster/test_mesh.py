@@ -72,6 +72,14 @@ def test_eight_sessions_over_actors_answer_as_each_alone(model, alone, cuts):
     assert {event.finish_reason for _, event in ends} == {"length"}
 
 
+def test_who_waits_for_a_mesh_is_told_how_far_each_stage_is(model):
+    seen = []
+    with running(model, on_load=seen.append):
+        pass
+    assert {len(states) for states in seen} == {2}
+    assert [state.phase for state in seen[-1]] == ["loaded"] * 2
+
+
 def test_an_aborted_session_ends_and_the_others_do_not_notice(model, alone):
     with running(model) as (_, client):
         leaver = submit(client, request(100, max_tokens=1500))

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.processes import environment, serving, still_alive, tree
+from tests.processes import SKIPPY, environment, serving, still_alive, tree
 
 # What holds the model, the port or the cluster goes in 2 to 3 s after a kill -9 on a busy machine.
 # Two helpers of Ray's own that hold neither, the dashboard and runtime-environment agents, notice
@@ -134,6 +135,22 @@ def test_health_is_ok(server):
     reply = httpx.get(f"{server.url}/health")
     assert reply.status_code == 200
     assert reply.json()["status"] == "ok"
+
+
+def test_the_status_command_shows_what_the_server_says(server):
+    def status(*arguments):
+        command = [*SKIPPY, "status", "--url", server.url, *arguments]
+        return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
+
+    said = json.loads(status("--json"))
+    assert said["state"] == "ready" and len(said["stages"]) == 2
+    shown = status()
+    assert f"demo is ready at {server.url}" in shown
+    assert f"ceiling {said['ceiling']['value']}, bound by " in shown
+    for stage in said["stages"]:
+        lo, hi = stage["layers"]
+        assert f"{lo}:{hi}" in shown
+    assert "attention" in shown and " of " in shown
 
 
 def test_chat_streams_what_it_answers_at_once(client):
