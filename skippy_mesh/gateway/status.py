@@ -115,6 +115,9 @@ def _stage(info: StageInfo, node: str, state: Snapshot | None) -> dict[str, obje
     components: dict[str, dict[str, object]] = {
         name: {"cells": size} for name, size in info.capacity.by_component().items()
     }
+    for name, cell_bytes in info.cell_bytes.items():
+        if name in components:
+            components[name]["bytes"] = info.capacity.by_component()[name] * cell_bytes
     if state is not None:
         for name, counts in cells(info.capacity, state):
             components[name].update(counts)

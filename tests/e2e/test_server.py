@@ -137,6 +137,14 @@ def test_health_is_ok(server):
     assert reply.json()["status"] == "ok"
 
 
+def test_the_status_says_what_each_store_takes(server):
+    """SmolLM2: keys and values of 3 heads of 64, 32 of them in 34 bytes."""
+    stages = httpx.get(f"{server.url}/status").json()["stages"]
+    for stage in stages:
+        store, (first, end) = stage["components"]["attention"], stage["layers"]
+        assert store["bytes"] == store["cells"] * (end - first) * 2 * 3 * 64 * 34 // 32
+
+
 def test_the_status_command_shows_what_the_server_says(server):
     def status(*arguments):
         command = [*SKIPPY, "status", "--url", server.url, *arguments]
