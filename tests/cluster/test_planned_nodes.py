@@ -3,6 +3,7 @@ this a stage lands where memory was not planned for it."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from argparse import Namespace
@@ -14,6 +15,7 @@ from ray.cluster_utils import Cluster
 from coordinator.nodes import Node
 from coordinator.planner import plan
 from coordinator.request import PlanRequest
+from skippy_mesh.cli import main
 from skippy_mesh.config import NUM_SPARE_LANES
 from skippy_mesh.errors import PlanError, UsageError
 from skippy_mesh.planning import costs_of_model, planned
@@ -123,3 +125,17 @@ def test_stages_that_are_spread_leave_the_head_alone_unless_told(two_nodes, mode
     args = flags(two_nodes, spread=True, use_head=True, ctx_size=256, stages=2)
     with planned(args, model) as found:
         assert {stage.node.is_head for stage in found.stages} == {False, True}
+
+
+def test_the_doctor_sees_both_nodes_the_plan_over_them_and_the_hop_between(
+    two_nodes, model, capsys
+):
+    path = str(model.paths[0])
+    argv = ["doctor", path, "--address", two_nodes.address, "-c", str(CELLS), "--port", "0"]
+    code = main([*argv, "--json"])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert code == 0, checks
+    assert len(checks["ray"]["nodes"]) == 2
+    assert (checks["memory"]["stages"], checks["memory"]["cuts"]) == (2, [4])
+    assert len(checks["nodes"]["alike"]) == 2 and checks["nodes"]["level"] == "ok"
+    assert [hop["num_rows"] for hop in checks["hops"]["hops"]] == [1, 512]
