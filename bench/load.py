@@ -13,7 +13,7 @@ import ipaddress
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -91,6 +91,26 @@ class Stream:
         if reason is not None:
             self.fail("aborted" if self.finish_reason == "abort" else "incomplete", reason)
 
+    def record(self, index: int, *, sent_s: float, end_s: float) -> Record:
+        """Of a request that was sent when it was due and ended by itself."""
+        return Record(
+            index=index,
+            scheduled_s=sent_s,
+            sent_s=sent_s,
+            end_s=end_s,
+            chunk_times_s=tuple(self.chunk_times_s),
+            prompt_tokens=self.usage.get("prompt_tokens"),
+            completion_tokens=self.usage.get("completion_tokens"),
+            cached_tokens=self.cached_tokens,
+            finish_reason=self.finish_reason,
+            text="".join(self.texts),
+            status=self.status,
+            retry_after=self.retry_after,
+            code=self.code,
+            error=self.error,
+            is_cut=False,
+        )
+
     @property
     def cached_tokens(self) -> int | None:
         details = self.usage.get("prompt_tokens_details")
@@ -138,22 +158,10 @@ async def send(
         is_cut = True
     except (httpx.HTTPError, ValueError) as failure:
         stream.fail(type(failure).__name__, f"{type(failure).__name__}: {failure}")
-    return Record(
-        index=index,
+    return replace(
+        stream.record(index, sent_s=sent_s, end_s=time.monotonic()),
         scheduled_s=scheduled_s,
         queue_s=queue_s,
-        sent_s=sent_s,
-        end_s=time.monotonic(),
-        chunk_times_s=tuple(stream.chunk_times_s),
-        prompt_tokens=stream.usage.get("prompt_tokens"),
-        completion_tokens=stream.usage.get("completion_tokens"),
-        cached_tokens=stream.cached_tokens,
-        finish_reason=stream.finish_reason,
-        text="".join(stream.texts),
-        status=stream.status,
-        retry_after=stream.retry_after,
-        code=stream.code,
-        error=stream.error,
         is_cut=is_cut and stream.error is None,
     )
 
