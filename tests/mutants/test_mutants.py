@@ -63,8 +63,8 @@ FAULTS = {
     ),
     "sample on replay": Fault(
         "skippy_mesh/scheduler/scheduler.py",
-        "samples=end == sequence.num_known,",
-        "samples=end >= sequence.num_prompt,",
+        "samples = end == sequence.num_known",
+        "samples = end >= sequence.num_prompt",
         SCHEDULER + "test_a_victim_keeps_its_tokens_and_is_computed_again_without_sampling",
     ),
     "admit after a preemption": Fault(

@@ -163,7 +163,7 @@ def test_a_call_in_a_plain_reply(client: httpx.Client) -> None:
         "role": "assistant",
         "content": "Let me see.",
         "tool_calls": [
-            {"id": "call_r1_0", "type": "function",
+            {"id": "call_r1_0_0", "type": "function",
              "function": {"name": "look", "arguments": '{"at": "é"}'}}
         ],
     }  # fmt: skip
@@ -178,7 +178,7 @@ def test_a_call_in_a_stream_is_only_ever_extended(client: httpx.Client) -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == "Let me see."
     parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
     assert parts[0] == {
-        "index": 0, "id": "call_r2_0", "type": "function",
+        "index": 0, "id": "call_r2_0_0", "type": "function",
         "function": {"name": "look", "arguments": ""},
     }  # fmt: skip
     assert all(set(part) == {"index", "function"} for part in parts[1:])
