@@ -30,6 +30,7 @@ from tests.unit.test_gateway import (
     Gate,
     ask,
     chunks,
+    eventually,
     serving,
     shown,
 )
@@ -336,12 +337,19 @@ def test_one_token_has_no_rate(client: httpx.Client) -> None:
 
 def test_a_reply_says_what_memory_pressure_cost() -> None:
     """Two that are promised 512 tokens each and write 700: one gives way and is computed again."""
-    engine = RunningEngine(FakePipeline(), num_lanes=2, num_cells=1100, max_model_len=1000)
+    gate = Gate()
+    gate.opened.set()
+    pipeline = FakePipeline(on_step=gate)
+    engine = RunningEngine(pipeline, num_lanes=2, num_cells=1100, max_model_len=1000)
     body = {**ONCE, "max_tokens": 700, "ignore_eos": True}
     with serving(engine=engine) as client, ThreadPoolExecutor() as pool:
         alone = ask(client, COMPLETIONS, body)
         assert alone["skippy"]["preemptions"] == alone["skippy"]["recomputed_tokens"] == 0
-        found = list(pool.map(lambda _: ask(client, COMPLETIONS, body), range(2)))
+        gate.opened.clear()  # or the first would be far ahead when the second comes
+        posts = [pool.submit(ask, client, COMPLETIONS, body) for _ in range(2)]
+        eventually(lambda: len(engine.submitted) == 3)
+        gate.opened.set()
+        found = [post.result() for post in posts]
         assert {shown(each["choices"][0]) for each in found} == {shown(alone["choices"][0])}
         (victim,) = [each["skippy"] for each in found if each["skippy"]["preemptions"]]
         assert victim["recomputed_tokens"] > 500
