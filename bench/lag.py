@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.figures import percentile
 from bench.gap import times_of
 from bench.machine import commit, machine_facts
 from bench.servers import mesh_command, running
@@ -43,7 +44,7 @@ def lags_of(arrivals_s: Sequence[float], answers_s: Sequence[float]) -> list[flo
 
 
 def summary(arrivals_s: Sequence[float], steps: Sequence[Step]) -> dict[str, float]:
-    lags = sorted(lags_of(arrivals_s, sorted(step.answered_s for step in steps)))
+    lags = lags_of(arrivals_s, sorted(step.answered_s for step in steps))
     decodes = [step.step_s for step in steps if not step.prefill_tokens]
     step_s = statistics.median(decodes)
     lag_s = statistics.median(lags)
@@ -51,7 +52,7 @@ def summary(arrivals_s: Sequence[float], steps: Sequence[Step]) -> dict[str, flo
         "chunks": len(lags),
         "step_ms": round(1e3 * step_s, 3),
         "p50_lag_ms": round(1e3 * lag_s, 3),
-        "p99_lag_ms": round(1e3 * lags[int(0.99 * (len(lags) - 1))], 3),
+        "p99_lag_ms": round(1e3 * (percentile(lags, 99) or 0.0), 3),
         "p50_share": round(lag_s / step_s, 4),
     }
 

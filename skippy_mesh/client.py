@@ -221,10 +221,10 @@ class EngineClient:
                 self._channel.abort(request_id)
         return True
 
-    @property
-    def last_token_age_s(self) -> float | None:
-        """How long ago a token came through all stages; None if none has."""
-        return None if self._last_token_s is None else self._clock() - self._last_token_s
+    def has_passed_within(self, window_s: float) -> bool:
+        """Whether a token came through all stages so short a time ago."""
+        last_s = self._last_token_s
+        return last_s is not None and self._clock() - last_s <= window_s
 
     def problem(self) -> str | None:
         """Why no request can succeed any more: the engine is lost. None when it was closed."""
@@ -308,9 +308,8 @@ class EngineClient:
             fresh = [name for name in left if not self._receivers[name].has_started]
             for name in (*self._suspects, *fresh):
                 self._channel.submit(self._receivers[name].request)
-                if (
-                    self._receivers[name].end_reason is not None
-                ):  # before the first engine was there
+                # It may have been aborted before the first engine was there.
+                if self._receivers[name].end_reason is not None:
                     self._channel.abort(name)
             self._is_connected = True
             self._progress_s = self._clock()
@@ -340,17 +339,16 @@ class EngineClient:
 
     def _with_reasons(self, report: StepReport) -> StepReport:
         """``report`` with the reasons that the engine, told to abort, was not told."""
-        ends = {event.request_id for event in report.events if event.finish_reason == "abort"}
-        if not ends:
+        if all(event.finish_reason != "abort" for event in report.events):
             return report
         with self._lock:
-            found = {name: self._receivers[name].end_reason for name in ends & set(self._receivers)}
-        events = (
-            replace(event, finish_reason=found.get(event.request_id) or "abort")
-            if event.request_id in ends and event.finish_reason == "abort" else event
-            for event in report.events
-        )  # fmt: skip
-        return replace(report, events=tuple(events))
+            return replace(report, events=tuple(map(self._with_reason, report.events)))
+
+    def _with_reason(self, event: TokenEvent) -> TokenEvent:
+        receiver = self._receivers.get(event.request_id)
+        if event.finish_reason != "abort" or receiver is None or receiver.end_reason is None:
+            return event
+        return replace(event, finish_reason=receiver.end_reason)
 
     def _take(self, event: TokenEvent, now_s: float, news: RequestNews) -> _Receiver | None:
         """Whose ``event`` is, None if nobody's any more; what it means to that request is in

@@ -33,6 +33,7 @@ from skippy_mesh.starting import chosen_engine, open_mesh, ready_text, settings_
 if TYPE_CHECKING:
     from coordinator.launch import Mesh
     from coordinator.planner import Plan
+    from skippy_mesh.gateway.rules import ApiRules
     from skippy_mesh.gateway.server import GatewaySpec, Running
     from stages.gguf_file import ModelFile
 
@@ -108,7 +109,7 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
         raise UsageError("--gateway-node needs a Ray cluster to choose from (--address)")
     settings_of(args)
     check_web(args)
-    rules_of(args, model)
+    rules = rules_of(args, model)
     _admission(args, ceiling=1, num_cells=1)
     choice = chosen_engine(args.engine, model)
     engine = choice.engine
@@ -119,7 +120,7 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
         if args.gateway_node is None:
             sock = stack.enter_context(closing(listen(args.host, args.port)))
         port = args.port if sock is None else sock.getsockname()[1]
-        spec = _gateway_spec(args, model, plan, port=port, engine=engine)
+        spec = _gateway_spec(args, model, plan, port=port, engine=engine, rules=rules)
         if spec.is_open:
             print(_OPEN.format(host=args.host), file=sys.stderr)
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
@@ -183,7 +184,13 @@ def _admission(args: argparse.Namespace, *, ceiling: int, num_cells: int) -> Adm
 
 
 def _gateway_spec(
-    args: argparse.Namespace, model: ModelFile, plan: Plan, *, port: int, engine: str
+    args: argparse.Namespace,
+    model: ModelFile,
+    plan: Plan,
+    *,
+    port: int,
+    engine: str,
+    rules: ApiRules,
 ) -> GatewaySpec:
     """What can be known before anything is loaded; an unwritable log is found here."""
     from skippy_mesh.gateway.errors import digests_of
@@ -202,7 +209,7 @@ def _gateway_spec(
         drain_s=args.drain_s,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
-        rules=rules_of(args, model),
+        rules=rules,
         step_log=None if args.step_log is None else str(Path(args.step_log).resolve()),
         counts_steps=engine != "baseline",
         metrics_aliases=aliases_of(args),

@@ -25,6 +25,8 @@ from skippy_mesh.errors import RequestError
 
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _MAX_ERROR_CHARS = 200
+Piece = tuple[str, bool]
+"""A text, and whether it is the template's own."""
 
 
 class Tokenizer(Protocol):
@@ -76,21 +78,16 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
-        continues_last: bool = False,
         add_special: bool = True,
         variables: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """Token ids of the conversation. ``variables`` are the client's, for the template. With
-        ``continues_last`` the text of the last message is left open.
-
-        :class:`RequestError` ``template_error`` if the model has no template or it refuses.
-        """
-        pieces = self._pieces(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continues_last=continues_last,
-            variables=variables or {},
+        """:meth:`ids_of` what :meth:`render` makes of the conversation."""
+        pieces = self.render(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables
         )
+        return self.ids_of(pieces, add_special=add_special)
+
+    def ids_of(self, pieces: Iterable[Piece], *, add_special: bool = True) -> list[int]:
         ids = [
             token
             for piece, is_own in pieces
@@ -98,39 +95,26 @@ class ChatTemplate:
         ]
         return with_one_bos(self._tokenizer, ids) if add_special else ids
 
-    def text(
+    def render(
         self,
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         continues_last: bool = False,
         variables: Mapping[str, object] | None = None,
-    ) -> str:
-        """The conversation as the model would read it."""
-        pieces = self._pieces(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continues_last=continues_last,
-            variables=variables or {},
-        )
-        return "".join(piece for piece, _ in pieces)
+    ) -> list[Piece]:
+        """The conversation as the model reads it. ``variables`` are the client's, for the
+        template. With ``continues_last`` the text of the last message is left open.
 
-    def _pieces(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool,
-        continues_last: bool,
-        variables: Mapping[str, object],
-    ) -> Iterable[tuple[str, bool]]:
-        """The rendered text, and of each piece whether it is the template's own."""
+        :class:`RequestError` ``template_error`` if the model has no template or it refuses.
+        """
         marks = _Marks(self._special, self._unused_char(messages, variables))
         hidden = marks.hide(messages)
         text = self._render(
             {
                 "tools": None,
                 "documents": None,
-                **{name: marks.hide(value) for name, value in variables.items()},
+                **{name: marks.hide(value) for name, value in (variables or {}).items()},
                 "messages": hidden,
                 "add_generation_prompt": add_generation_prompt,
                 "bos_token": self._tokenizer.bos_text,
@@ -139,7 +123,7 @@ class ChatTemplate:
         )
         if continues_last:
             text = _up_to_last(text, str(hidden[-1].get("content") or ""))
-        return marks.split(text)
+        return list(marks.split(text))
 
     def _render(self, variables: Mapping[str, object]) -> str:
         try:
@@ -215,7 +199,7 @@ class _Marks:
                 return [self.hide(item) for item in value]
         return value
 
-    def split(self, text: str) -> Iterable[tuple[str, bool]]:
+    def split(self, text: str) -> Iterable[Piece]:
         """The pieces of ``text`` in order, each with whether it is the template's own."""
         parts = re.split(f"{self._char}(\\d+){self._char}", text)
         for place, part in enumerate(parts):

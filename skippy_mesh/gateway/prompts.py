@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from skippy_mesh.errors import RequestError
 from skippy_mesh.gateway.chat import ChatTemplate, Tokenizer, encode_prompt
@@ -31,14 +30,18 @@ class Prompts:
 
     def of_chat(self, body: ChatBody, use: ToolUse | None) -> list[Prompt]:
         """The one prompt of a chat."""
-        ids = self._encode(body, use, add_generation_prompt=body.add_generation_prompt)
+        _, ids = self.render(body, use)
         if not (self._needs_history and body.add_generation_prompt):
             return [Prompt(tuple(ids))]
         try:
-            history = self._encode(body, use, add_generation_prompt=False)
+            _, history = self._render(body, use, add_generation_prompt=False)
         except RequestError:  # of a template that insists on it
             return [Prompt(tuple(ids))]
         return [Prompt(tuple(ids), _num_common(ids, history))]
+
+    def render(self, body: ChatBody, use: ToolUse | None) -> tuple[str, list[int]]:
+        """What the model reads of a chat, as text and as tokens."""
+        return self._render(body, use, add_generation_prompt=body.add_generation_prompt)
 
     def of_completion(self, body: CompletionBody) -> list[Prompt]:
         return [self._of_text_or_ids(prompt, body) for prompt in body.prompt]
@@ -63,16 +66,6 @@ class Prompts:
         pieces = (self._tokenizer.piece(token, special=special) for token in ids)
         return b"".join(pieces).decode(errors="replace")
 
-    def chat_text(self, body: ChatBody, use: ToolUse | None) -> str:
-        """What the model reads of a chat."""
-        messages, variables = _for_template(body, use)
-        return self._template.text(
-            messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continues_last=body.continue_final_message,
-            variables=variables,
-        )
-
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
         num_tokens = self._tokenizer.num_tokens
         for token in ids:
@@ -81,29 +74,22 @@ class Prompts:
                     f"{param}: token id {token} is not in [0, {num_tokens})", param=param
                 )
 
-    def _encode(
+    def _render(
         self, body: ChatBody, use: ToolUse | None, *, add_generation_prompt: bool
-    ) -> list[int]:
-        messages, variables = _for_template(body, use)
-        return self._template.encode(
+    ) -> tuple[str, list[int]]:
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        variables = body.template_variables
+        if use is not None:
+            messages = use.messages(messages)
+            variables |= use.variables
+        pieces = self._template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continues_last=body.continue_final_message,
-            add_special=body.add_special_tokens,
             variables=variables,
         )
-
-
-def _for_template(
-    body: ChatBody, use: ToolUse | None
-) -> tuple[list[dict[str, Any]], dict[str, object]]:
-    """Messages and variables, as the template is given them."""
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    variables = body.template_variables
-    if use is not None:
-        messages = use.messages(messages)
-        variables |= use.variables
-    return messages, variables
+        text = "".join(piece for piece, _ in pieces)
+        return text, self._template.ids_of(pieces, add_special=body.add_special_tokens)
 
 
 def _num_common(ids: Sequence[int], others: Sequence[int]) -> int:

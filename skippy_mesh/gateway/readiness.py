@@ -76,8 +76,7 @@ class Readiness:
         if (problem := self._problem()) is not None:
             reason = _REASONS.get(problem.code, "stage_down")
             return not_ready(reason, problem.stage)
-        age_s = self._engine.last_token_age_s
-        if (age_s is None or age_s > self._window_s) and not await self._has_passed():
+        if not (self._engine.has_passed_within(self._window_s) or await self._has_passed()):
             return not_ready("probe_failed", None)
         return JSONResponse({"status": "ready"})
 

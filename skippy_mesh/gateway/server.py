@@ -177,8 +177,7 @@ class GatewayServer:
         """Refuse what is new and what is in the queue, let run what runs for ``drain_s``, then
         abort it; the second call aborts at once. Does not wait."""
         if self._is_draining:
-            self._watch.stop()
-            threading.Thread(target=self._client.close, name="abort", daemon=True).start()
+            threading.Thread(target=self._end_engine, name="abort", daemon=True).start()
             return
         self._is_draining = True
         threading.Thread(target=self._drain, name="drain", daemon=True).start()
@@ -221,9 +220,7 @@ class GatewayServer:
         """What ``/ready`` would answer without a probe; None if it would take one to know."""
         if self._problem() is not None:
             return False
-        age_s = self._client.last_token_age_s
-        window_s = self._spec.limits.ready_window_s
-        return True if age_s is not None and age_s <= window_s else None
+        return self._client.has_passed_within(self._spec.limits.ready_window_s) or None
 
     def _reset_peaks(self) -> None:
         self._mesh.reset_peaks()
@@ -234,10 +231,13 @@ class GatewayServer:
         deadline_s = time.monotonic() + self._spec.drain_s
         while self._client.num_open and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
-        self._watch.stop()
         # Streams end with a reason. What uvicorn cancels would break off, with a traceback.
-        self._client.close()
+        self._end_engine()
         self._server.should_exit = True
+
+    def _end_engine(self) -> None:
+        self._watch.stop()
+        self._client.close()
 
     def _problem(self) -> Problem | None:
         if self._is_draining:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from pydantic import Field
 from starlette.requests import Request
@@ -79,12 +79,12 @@ class Texts:
         body: TokenizeBody | TokenizeChat
         if forms == ["messages"]:
             body = self._parser.check(TokenizeChat, fields)
-            ids = await self._ids_of_chat(body)
+            _, ids = await self._render(body)
         else:
             body = self._parser.check(TokenizeBody, fields)
             ids = await asyncio.to_thread(body.encode, self._tokenizer)
         found: dict[str, object] = {
-            "tokens": [self._piece(token) for token in ids] if body.with_pieces else list(ids),
+            "tokens": [self._piece(token) for token in ids] if body.with_pieces else ids,
             "count": len(ids),
             "max_model_len": self._max_model_len,
         }
@@ -100,14 +100,12 @@ class Texts:
 
     async def apply_template(self, http: Request) -> Response:
         body = self._parser.parse(TokenizeChat, await self._read(http))
-        use = body.tool_use(self._tokenizer.chat_template, self._tool_parser)
-        text = await asyncio.to_thread(self._prompts.chat_text, body, use)
-        return JSONResponse({"prompt": text, "count": len(await self._ids_of_chat(body))})
+        text, ids = await self._render(body)
+        return JSONResponse({"prompt": text, "count": len(ids)})
 
-    async def _ids_of_chat(self, body: TokenizeChat) -> Sequence[int]:
+    async def _render(self, body: TokenizeChat) -> tuple[str, list[int]]:
         use = body.tool_use(self._tokenizer.chat_template, self._tool_parser)
-        (prompt,) = await asyncio.to_thread(self._prompts.of_chat, body, use)
-        return prompt.token_ids
+        return await asyncio.to_thread(self._prompts.render, body, use)
 
     def _piece(self, token: int) -> dict[str, object]:
         data = self._bytes(token)
