@@ -28,9 +28,10 @@ test: check
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long --timeout 3600
 
-# llama-server, the RPC server and llama-batched-bench from the source inside the pinned sdist.
+# llama-server, the RPC server and llama-batched-bench from the source inside the pinned sdist,
+# and what llama-cpp-python's server needs.
 peers: $(READY)
-	$(BIN)/python -m bench.peers
+	$(BIN)/python -m bench.programs
 
 clean:
 	rm -rf $(VENV) build *.egg-info

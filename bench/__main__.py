@@ -19,7 +19,7 @@ COMMANDS = {
     "prefix": "what a shared system prompt saves, against computing it and against llama-server",
     "gate": "the mesh against the single-lane engine, class by class; decides --engine auto",
     "report": "the gate's results as pictures, a page and the README's table",
-    "peers": "build the servers the mesh is measured against",
+    "peers": "ours beside every server of its kind, and below the roofline",
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.records import Record, Run, max_in_flight
@@ -110,8 +110,8 @@ def _counts(records: Sequence[Record]) -> dict[str, object]:
 
 
 def _rates(done: Sequence[Record], duration: float | None) -> dict[str, object]:
-    inputs = sum(r.prompt_tokens or 0 for r in done) if done else None
-    outputs = sum(r.completion_tokens or 0 for r in done) if done else None
+    inputs = _total(r.prompt_tokens for r in done)
+    outputs = _total(r.completion_tokens for r in done)
     cached = [r.cached_tokens for r in done if r.cached_tokens is not None]
 
     def over(count: int | None) -> float | None:
@@ -126,6 +126,12 @@ def _rates(done: Sequence[Record], duration: float | None) -> dict[str, object]:
         "total_token_throughput": over(None if inputs is None else inputs + (outputs or 0)),
         "max_output_tokens_per_s": _busiest_second(done),
     }
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """None where one is not known, or there is none."""
+    found = list(counts)
+    return None if not found or None in found else sum(count or 0 for count in found)
 
 
 def _busiest_second(done: Sequence[Record]) -> float | None:

@@ -86,8 +86,11 @@ class Stream:
             return f"{self.usage['completion_tokens']} tokens came, {output_tokens} were asked for"
         return None if self.texts else "no text came"
 
-    def end(self, output_tokens: int) -> None:
-        reason = self.verdict(output_tokens)
+    def end(self, workload: Workload) -> None:
+        if not workload.has_usage and self.finish_reason == "length":
+            # Nothing else ends so: exactly as many as were asked for.
+            self.usage = {"prompt_tokens": None, "completion_tokens": workload.output_tokens}
+        reason = self.verdict(workload.output_tokens)
         if reason is not None:
             self.fail("aborted" if self.finish_reason == "abort" else "incomplete", reason)
 
@@ -151,7 +154,7 @@ async def send(
             if reply.status_code == 200:
                 async for line in reply.aiter_lines():
                     stream.feed(line, time.monotonic())
-                stream.end(workload.output_tokens)
+                stream.end(workload)
             else:
                 stream.refuse(reply, await reply.aread())
     except TimeoutError:

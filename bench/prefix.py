@@ -19,8 +19,8 @@ from pathlib import Path
 
 from bench.load import run_requests
 from bench.machine import document_head
-from bench.peers import find_peers
 from bench.points import check_warm, describe, published, write_json
+from bench.programs import find_peers
 from bench.records import Run, same_texts
 from bench.servers import Server, llama_server_command, mesh_command, model_path, running
 from bench.steplog import Step, StepLog

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.blocks import Block, blocks_of, class_of, median_of, missing, points_of
-from bench.gate.ledger import read_rows
 from bench.gate.settings import CROWD
+from bench.ledger import read_rows
 from bench.points import RESULTS
 from skippy_mesh.errors import SkippyError, UsageError
 

@@ -26,6 +26,7 @@ READY_LINE = "skippy_mesh ready on "
 SAMPLE_S = 0.2
 STOP_S = 20.0
 WORKER_READY_S = 20.0
+_Q8_0 = 8  # in enum ggml_type
 
 
 def model_path(model: str) -> Path:
@@ -56,10 +57,28 @@ def llama_server_command(
     """The strongest fair peer: same file, KV type and cells, one pool shared by all its slots.
     Its prompt caches are off where no prompt comes twice."""
     caches = [] if uses_cache else ["--no-cache-prompt", "--cache-ram", "0"]
-    return [str(program), "-m", str(model), "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0",
-            "-t", str(num_threads or os.cpu_count() or 1), "-np", str(num_slots), "--kv-unified",
-            "-c", str(num_cells), *caches, "--offline",
-            "--no-ui", "--host", "127.0.0.1"]  # fmt: skip
+    threads = num_threads or os.cpu_count() or 1
+    return [str(program), *llama_flags(model, num_cells=num_cells, num_threads=threads),
+            "-np", str(num_slots), "--kv-unified", *caches, "--offline", "--no-ui",
+            "--host", "127.0.0.1"]  # fmt: skip
+
+
+def llama_flags(model: Path, *, num_cells: int, num_threads: int) -> list[str]:
+    """What llama.cpp's programs are told alike: file, KV type, flash attention, threads, cells."""
+    return ["-m", str(model), "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0",
+            "-t", str(num_threads), "-c", str(num_cells)]  # fmt: skip
+
+
+def llama_cpp_python_command(
+    site: Path, model: Path, *, num_cells: int, num_threads: int
+) -> list[str]:
+    """llama-cpp-python's own server, of the very package the mesh runs on; what else it needs is
+    in ``site``. One request at a time, and a new one must not cut off the one that runs."""
+    return ["env", f"PYTHONPATH={site}", sys.executable, "-m", "llama_cpp.server",
+            "--model", str(model), "--n_ctx", str(num_cells), "--n_threads", str(num_threads),
+            "--type_k", str(_Q8_0), "--type_v", str(_Q8_0), "--flash_attn", "true",
+            "--interrupt_requests", "false", "--verbose", "false",
+            "--host", "127.0.0.1"]  # fmt: skip
 
 
 def rpc_flags(ports: Sequence[int]) -> list[str]:
@@ -126,7 +145,9 @@ def free_port() -> int:
         return port
 
 
-def wait_until_healthy(server: Server, child: subprocess.Popen[bytes], limit_s: float) -> None:
+def wait_until_healthy(
+    server: Server, child: subprocess.Popen[bytes], limit_s: float, alive: str
+) -> None:
     give_up_s = time.monotonic() + limit_s
     problem = f"not healthy after {limit_s:.0f} s"
     while time.monotonic() < give_up_s:
@@ -135,7 +156,7 @@ def wait_until_healthy(server: Server, child: subprocess.Popen[bytes], limit_s: 
             break
         # Loading servers refuse the connection or answer 503.
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{server.url}/health", timeout=2, trust_env=False).status_code == 200:
+            if httpx.get(server.url + alive, timeout=2, trust_env=False).status_code == 200:
                 return
         time.sleep(0.1)
     tail = "\n".join(server.log_lines()[-20:])
@@ -176,14 +197,17 @@ def child(command: list[str], log_path: Path) -> Iterator[subprocess.Popen[bytes
 
 
 @contextlib.contextmanager
-def running(name: str, command: list[str], *, ready_s: float = 180) -> Iterator[Server]:
-    """The server ``command`` on a free loopback port: healthy inside the block, gone after it."""
+def running(
+    name: str, command: list[str], *, ready_s: float = 180, alive: str = "/health"
+) -> Iterator[Server]:
+    """The server ``command`` on a free loopback port: inside the block ``alive`` answers 200, and
+    after it the server is gone."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="bench-") as home:
         log_path = Path(home) / "server.log"
         with child([*command, "--port", str(port)], log_path) as process:
             server = Server(name, f"http://127.0.0.1:{port}", process.pid, log_path)
-            wait_until_healthy(server, process, ready_s)
+            wait_until_healthy(server, process, ready_s, alive)
             yield server
 
 

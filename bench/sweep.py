@@ -16,8 +16,8 @@ from pathlib import Path
 
 from bench.load import closed_loop
 from bench.machine import document_head
-from bench.peers import find_peers
 from bench.points import OURS, RESULTS, check_warm, describe, published, write_json
+from bench.programs import find_peers
 from bench.records import Run, same_texts
 from bench.servers import llama_server_command, mesh_command, model_path, running
 from bench.table import HEADER, table_row

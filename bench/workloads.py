@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from skippy_mesh.errors import UsageError
 
@@ -46,6 +46,9 @@ class Workload:
     uses_cache: bool = False
     words_per_token: float = 1.0
     seed: str = "0"
+    # Fields that a server needs beside.
+    extra: Mapping[str, object] = field(default_factory=dict, hash=False)
+    has_usage: bool = True  # False for a server that does not count what it streams
 
     def prompt(self, index: int) -> str:
         """Random words, so that no two prompts share a prefix that a cache could skip, but for the
@@ -81,6 +84,7 @@ class Workload:
             "stream": True,
             "stream_options": {"include_usage": True},
             "cache_prompt": self.uses_cache,
+            **self.extra,
         }
 
     @property

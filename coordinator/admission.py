@@ -98,9 +98,15 @@ class Admission:
                 f"{others} prompt tokens wait and {limit} may: there is no room for "
                 f"{num_tokens} more",
             )
-        place.num_tokens = num_tokens
-        self._waiting_tokens = others + num_tokens
+        self.tell(key, num_tokens)
         return None
+
+    def tell(self, key: Hashable, num_tokens: int) -> None:
+        """A prompt has so many tokens, whatever the bound says. Unknown keys are no error."""
+        if (place := self._places.get(key)) is not None:
+            if place.is_waiting:
+                self._waiting_tokens += num_tokens - place.num_tokens
+            place.num_tokens = num_tokens
 
     def restore(
         self, key: Hashable, now_s: float, *, num_tokens: int = 0, is_waiting: bool = True

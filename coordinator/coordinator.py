@@ -53,19 +53,23 @@ class Coordinator:
         if answer.term != term:
             return answer
         refusal = self._admission.take((gateway, number), self._clock())
-        if refusal is None:
-            self._numbers[gateway].add(number)
-        return Answer(term, refusal)
+        if refusal is not None:
+            return Answer(term, refusal)
+        self._numbers[gateway].add(number)
+        return Answer(term, is_alone=self._admission.num_waiting == 1)
 
-    def count(self, gateway: str, term: int, number: int, num_tokens: int) -> Answer:
-        if self._terms.get(gateway) != term:
-            return Answer(self._terms.get(gateway))
+    def count(self, gateway: str, term: int, number: int, num_tokens: int, news: News) -> Answer:
+        answer = self.note(gateway, term, news)
+        if answer.term != term:
+            return answer
         return Answer(term, self._admission.count((gateway, number), num_tokens, self._clock()))
 
     def note(self, gateway: str, term: int, news: News) -> Answer:
         if self._terms.get(gateway) != term:
             return Answer(self._terms.get(gateway))
         now_s = self._clock()
+        for number, num_tokens in news.counted:
+            self._admission.tell((gateway, number), num_tokens)
         for number in news.started:
             self._admission.start((gateway, number), now_s)
         for number in news.ended:
@@ -89,8 +93,10 @@ class DirectDoorkeeper:
     async def take(self, gateway: str, term: int, number: int, news: News) -> Answer:
         return self._coordinator.take(gateway, term, number, news)
 
-    async def count(self, gateway: str, term: int, number: int, num_tokens: int) -> Answer:
-        return self._coordinator.count(gateway, term, number, num_tokens)
+    async def count(
+        self, gateway: str, term: int, number: int, num_tokens: int, news: News
+    ) -> Answer:
+        return self._coordinator.count(gateway, term, number, num_tokens, news)
 
     async def note(self, gateway: str, term: int, news: News) -> Answer:
         return self._coordinator.note(gateway, term, news)

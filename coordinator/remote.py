@@ -48,9 +48,11 @@ class RemoteDoorkeeper:
         answer: Answer = await self._answer(self._actor.take.remote(gateway, term, number, news))
         return answer
 
-    async def count(self, gateway: str, term: int, number: int, num_tokens: int) -> Answer:
+    async def count(
+        self, gateway: str, term: int, number: int, num_tokens: int, news: News
+    ) -> Answer:
         answer: Answer = await self._answer(
-            self._actor.count.remote(gateway, term, number, num_tokens)
+            self._actor.count.remote(gateway, term, number, num_tokens, news)
         )
         return answer
 

@@ -69,22 +69,26 @@ class OpenPlace:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Places of one gateway that have left the queue, and those that are given back."""
+    """Places of one gateway whose tokens are known now, with how many, those that have left the
+    queue, and those that are given back."""
 
+    counted: tuple[tuple[int, int], ...] = ()
     started: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.started or self.ended)
+        return bool(self.counted or self.started or self.ended)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """``term`` is the one the coordinator knows this gateway by, None if by none. An answer of
-    another term than the one asked in means nothing was done."""
+    another term than the one asked in means nothing was done. Who is given a place and ``is_alone``
+    in the queue may have any number of tokens, and need not ask again."""
 
     term: int | None
     refusal: Refusal | None = None
+    is_alone: bool = False
 
 
 class Doorkeeper(Protocol):
@@ -101,8 +105,11 @@ class Doorkeeper(Protocol):
         """Hear ``news``, then give a place to a request of unknown length."""
         ...
 
-    async def count(self, gateway: str, term: int, number: int, num_tokens: int) -> Answer:
-        """The prompt has ``num_tokens``. A refused request keeps its place until it is ended."""
+    async def count(
+        self, gateway: str, term: int, number: int, num_tokens: int, news: News
+    ) -> Answer:
+        """Hear ``news``, then whether a prompt of ``num_tokens`` may wait. A refused request keeps
+        its place until it is ended."""
         ...
 
     async def note(self, gateway: str, term: int, news: News) -> Answer: ...

@@ -21,7 +21,6 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.gate.arms import Arms, started
-from bench.gate.ledger import Ledger
 from bench.gate.play import Row, alone_of, exact_row, long_row, overload_row, point_row, prefix_row
 from bench.gate.rules import Check, check_answers, check_exact, judge_case, judge_class
 from bench.gate.settings import (
@@ -33,6 +32,7 @@ from bench.gate.settings import (
     default_cases,
     num_threads,
 )
+from bench.ledger import Ledger
 from bench.machine import commit, machine_facts, versions
 from bench.points import write_json
 from skippy_mesh.errors import SkippyError, UsageError

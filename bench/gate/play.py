@@ -72,7 +72,8 @@ def measure(
 
 
 def lone_session_bytes(run: Run, prices: Prices) -> int | None:
-    """What a request holds at its end, on average: all its tokens but the last, and a state."""
+    """What the longest request holds at its end: all its tokens but the last, and a state. The
+    fullest moment, as for an engine that tells what it holds."""
     lengths = [
         r.prompt_tokens + r.completion_tokens - 1
         for r in run.records
@@ -80,13 +81,10 @@ def lone_session_bytes(run: Run, prices: Prices) -> int | None:
     ]
     if not lengths:
         return None
-    cells = sum(lengths) / len(lengths)
-    return round(
-        sum(
-            price * (1 if component == "recurrent" else cells)
-            for stage in prices
-            for component, price in stage.items()
-        )
+    return sum(
+        price * (1 if component == "recurrent" else max(lengths))
+        for stage in prices
+        for component, price in stage.items()
     )
 
 

@@ -1,8 +1,8 @@
 """A gateway's book of places: asked of the coordinator, told again to one that was restarted.
 
-One call takes a place and one counts its tokens. Who left the queue or ended is told with the next
-place that is taken, or else in one call for all of a turn of the event loop, and nobody waits for
-it. Everything here runs on that loop.
+One call takes a place, and unless it is alone in the queue one counts its tokens. Who left the
+queue or ended is told with the next question, or else in one call for all of a few milliseconds,
+and nobody waits for it. Everything here runs on the event loop.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_TERMS = 3
 """Terms tried for one question. A second one means that a restart came between."""
+_TELL_AFTER_S = 0.05
+"""News without a question waits so long for one: a call of its own would be made at the very moment
+a first token is on its way to its client, on the same thread."""
 
 
 class PlaceRefusedError(Exception):
@@ -37,6 +40,7 @@ class Place:
         self.taken_s = taken_s
         self.num_tokens = 0
         self.is_waiting = True
+        self.is_alone = False
 
     async def count(self, num_tokens: int) -> None:
         """:class:`PlaceRefusedError` if so many prompt tokens may not wait."""
@@ -62,14 +66,17 @@ class Places:
         *,
         gateway: str = "gateway_0",
         clock: Callable[[], float] = time.monotonic,
+        tell_after_s: float = _TELL_AFTER_S,
     ):
         self._doorkeeper = doorkeeper
         self._gateway = gateway
         self._clock = clock
+        self._tell_after_s = tell_after_s
         self._numbers = itertools.count()
         self._open: dict[int, Place] = {}
         self._term: int | None = None
         self._registering: asyncio.Task[int] | None = None
+        self._counted: list[tuple[int, int]] = []
         self._started: list[int] = []
         self._ended: list[int] = []
         self._telling: asyncio.Task[None] | None = None
@@ -87,7 +94,7 @@ class Places:
         """A place; :class:`PlaceRefusedError` or :class:`CoordinatorLostError` if there is none."""
         place = Place(self, next(self._numbers), self._clock())
         try:
-            await self._ask(
+            answer = await self._ask(
                 lambda term: self._doorkeeper.take(
                     self._gateway, term, place.number, self._take_news()
                 )
@@ -96,13 +103,20 @@ class Places:
             self._ended.append(place.number)
             self._tell_soon()
             raise
+        place.is_alone = answer.is_alone
         self._open[place.number] = place
         return place
 
     async def count(self, place: Place, num_tokens: int) -> None:
-        await self._ask(
-            lambda term: self._doorkeeper.count(self._gateway, term, place.number, num_tokens)
-        )
+        if place.is_alone:
+            self._counted.append((place.number, num_tokens))
+            self._tell_soon()
+        else:
+            await self._ask(
+                lambda term: self._doorkeeper.count(
+                    self._gateway, term, place.number, num_tokens, self._take_news()
+                )
+            )
         place.num_tokens = num_tokens
 
     def tell_started(self, place: Place) -> None:
@@ -114,7 +128,7 @@ class Places:
             self._ended.append(place.number)
             self._tell_soon()
 
-    async def _ask(self, question: Callable[[int], Awaitable[Answer]]) -> None:
+    async def _ask(self, question: Callable[[int], Awaitable[Answer]]) -> Answer:
         for _ in range(_MAX_TERMS):
             term = await self._current_term()
             try:
@@ -125,7 +139,7 @@ class Places:
             if answer.term == term == self._term:
                 if answer.refusal is not None:
                     raise PlaceRefusedError(answer.refusal)
-                return
+                return answer
             if answer.term != term:
                 self._forget(term)
         raise CoordinatorLostError("the coordinator is being restarted over and over")
@@ -149,13 +163,13 @@ class Places:
         finally:
             self._registering = None
         logger.info("registered %d open requests, term %d", len(book), term)
-        if self._started or self._ended:  # meanwhile
+        if self._counted or self._started or self._ended:  # meanwhile
             self._tell_soon()
         return term
 
     def _take_news(self) -> News:
-        news = News(tuple(self._started), tuple(self._ended))
-        self._started, self._ended = [], []
+        news = News(tuple(self._counted), tuple(self._started), tuple(self._ended))
+        self._counted, self._started, self._ended = [], [], []
         return news
 
     def _forget(self, term: int) -> None:
@@ -167,6 +181,7 @@ class Places:
             self._telling = asyncio.get_running_loop().create_task(self._tell())
 
     async def _tell(self) -> None:
+        await asyncio.sleep(self._tell_after_s)
         term = self._term
         self._telling = None
         if term is None:

@@ -93,11 +93,12 @@ class Composer:
     def _pipelined(self, num_waiting: int) -> int:
         """Rows of prefill for one step, of ``num_waiting`` in all. A stage has nothing to do while
         the first chunk is on the stages before it, and while a batch much larger than the others is
-        on one behind it: so each gets a part of what there is, half of an even share."""
+        on one behind it: so each gets a part of what there is, half of an even share, and what
+        would be left over as too little for a step rides along."""
         if self._max_in_flight == 1:
             return num_waiting
-        share = -(-num_waiting // (2 * self._max_in_flight))
-        return max(share, MIN_PIPELINED_ROWS)
+        share = max(-(-num_waiting // (2 * self._max_in_flight)), MIN_PIPELINED_ROWS)
+        return share if num_waiting - share >= MIN_PIPELINED_ROWS else num_waiting
 
     def _compose_trial(self, sequence: Sequence, num_free_cells: int) -> Rows:
         if sequence.num_in_flight:

@@ -11,8 +11,8 @@ import pytest
 
 from bench import server_side
 from bench.gate import num_rows, play_case
-from bench.gate.ledger import Ledger
 from bench.gate.settings import QUICK, Case
+from bench.ledger import Ledger
 from skippy_mesh.planning import costs_of_model
 from skippy_mesh.starting import open_model
 

@@ -180,7 +180,7 @@ async def turns():
 def test_a_request_asks_twice_and_tells_together():
     async def visit():
         line = Line(limits(8, 8))
-        places = Places(line)
+        places = Places(line, tell_after_s=0)
         open_places = [await places.take() for _ in range(4)]
         for place in open_places:
             await place.count(3)
@@ -192,15 +192,31 @@ def test_a_request_asks_twice_and_tells_together():
             place.end()
             place.end()
         await turns()
-        assert line.asked == ["register"] + ["take"] * 4 + ["count"] * 4 + ["note"] * 2
+        # The first was alone in the queue, and its tokens came with the next question.
+        assert line.asked == ["register"] + ["take"] * 4 + ["count"] * 3 + ["note"] * 2
         assert (places.num_open, line.coordinator.num_open()) == (0, 0)
+
+    asyncio.run(visit())
+
+
+def test_who_is_alone_in_the_queue_may_be_any_size_without_asking_and_counts_for_the_next():
+    async def visit():
+        line = Line(limits(8, 8, 100))
+        places = Places(line)
+        alone, next_one = [await places.take() for _ in range(2)]
+        await alone.count(1000)
+        assert line.asked == ["register", "take", "take"]
+        with pytest.raises(PlaceRefusedError, match="1000 prompt tokens wait and 100 may"):
+            await next_one.count(1)  # the news came along
+        alone.start()
+        await next_one.count(100)
 
     asyncio.run(visit())
 
 
 def test_a_place_given_back_can_be_taken_at_once():
     async def visit():
-        places = Places(Line(limits(1, 0)))
+        places = Places(Line(limits(1, 0)), tell_after_s=0)
         for _ in range(3):
             place = await places.take()
             place.end()
@@ -212,7 +228,7 @@ def test_a_place_given_back_can_be_taken_at_once():
 def test_a_restarted_coordinator_is_told_who_is_in_and_keeps_its_bounds():
     async def visit():
         line = Line(limits(2, 2))
-        places = Places(line)
+        places = Places(line, tell_after_s=0)
         inside = [await places.take() for _ in range(3)]
         line.kill()
         with pytest.raises(CoordinatorLostError):
@@ -236,12 +252,13 @@ def test_a_restarted_coordinator_is_told_who_is_in_and_keeps_its_bounds():
 def test_a_coordinator_restarted_between_two_questions_costs_nobody_an_answer():
     async def visit():
         line = Line(limits(2, 2))
-        places = Places(line)
-        place = await places.take()
+        places = Places(line, tell_after_s=0)
+        alone, other = [await places.take() for _ in range(2)]
         line.restart()
-        await place.count(7)
-        assert line.coordinator.num_open() == 1
-        place.end()
+        await other.count(7)
+        assert line.coordinator.num_open() == 2
+        for place in (alone, other):
+            place.end()
         await turns()
         assert line.coordinator.num_open() == 0
 
@@ -251,7 +268,7 @@ def test_a_coordinator_restarted_between_two_questions_costs_nobody_an_answer():
 def test_what_is_told_while_the_book_is_handed_in_is_not_forgotten():
     async def visit():
         line = Line(limits(2, 0))
-        places = Places(line)
+        places = Places(line, tell_after_s=0)
         leaver, other = [await places.take() for _ in range(2)]
         line.restart()
         told = line.register
@@ -273,13 +290,13 @@ def test_what_is_told_while_the_book_is_handed_in_is_not_forgotten():
 def test_a_gateway_that_was_restarted_takes_the_place_of_the_old_one():
     async def visit():
         line = Line(limits(2, 0))
-        old = Places(line)
+        old = Places(line, tell_after_s=0)
         for _ in range(2):
             await old.take()
-        other = Places(line, gateway="gateway_1")
+        other = Places(line, tell_after_s=0, gateway="gateway_1")
         with pytest.raises(PlaceRefusedError):
             await other.take()
-        new = Places(line)
+        new = Places(line, tell_after_s=0)
         await new.take()
         await other.take()
         assert line.coordinator.num_open() == 2
@@ -291,7 +308,7 @@ def test_a_gateway_that_was_restarted_takes_the_place_of_the_old_one():
 def test_who_leaves_while_asking_leaves_nothing_behind():
     async def visit():
         line = Line(limits(2, 0))
-        places = Places(line)
+        places = Places(line, tell_after_s=0)
         await (await places.take()).count(1)
         taken = line.take
 
@@ -316,7 +333,7 @@ def test_a_silent_coordinator_makes_nobody_wait_for_the_others():
 
     async def visit():
         line = Line(limits(2, 2))
-        places = Places(line)
+        places = Places(line, tell_after_s=0)
         tries = []
 
         async def silent(*_args):

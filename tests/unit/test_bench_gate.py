@@ -11,7 +11,6 @@ import pytest
 
 from bench import server_side
 from bench.gate import VERDICTS, gate, is_over, num_rows, play_case, rows_of, verdicts_of
-from bench.gate.ledger import Ledger
 from bench.gate.rules import (
     Check,
     check_bytes,
@@ -23,6 +22,7 @@ from bench.gate.rules import (
     judge_class,
 )
 from bench.gate.settings import FULL, LEVELS, QUICK, Case, Margins, Settings, default_cases
+from bench.ledger import Ledger
 from skippy_mesh.errors import UsageError
 from tests.bench_engines import PlantedArms, PlantedEngine
 
@@ -140,7 +140,7 @@ def test_rows_of_another_engine_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="other settings: --fresh"):
         ledger_at(tmp_path / "rows.jsonl", commit="b")
     (tmp_path / "else").write_text("{}\n")
-    with pytest.raises(UsageError, match="no file of a gate's rows"):
+    with pytest.raises(UsageError, match="is no file of rows"):
         ledger_at(tmp_path / "else")
 
 
@@ -162,7 +162,7 @@ def test_five_classes_and_real_weights_are_judged_unless_others_are_named() -> N
 
 def point(**knobs: Any) -> dict[str, Any]:
     base = {
-        "void": None, "output_throughput": 10.0, "p99_e2el_ms": 100.0, "p50_ttft_ms": 10.0,
+        "void": None, "output_throughput": 10.0, "p99_e2el_ms": 100.0, "p50_ttft_ms": 100.0,
         "request_goodput": 1.0, "attainment": 1.0, "kv_bytes_per_session": 100,
     }  # fmt: skip
     return base | knobs
@@ -194,7 +194,7 @@ def test_the_whole_interval_decides(level: int, ratios: tuple[float, ...], says:
 
 
 def test_slowest_answers_first_tokens_and_bytes_are_judged_where_they_belong() -> None:
-    worse = point(output_throughput=30.0, p99_e2el_ms=101.0, p50_ttft_ms=11.0,
+    worse = point(output_throughput=30.0, p99_e2el_ms=101.0, p50_ttft_ms=126.0,
                   kv_bytes_per_session=106)  # fmt: skip
     rows = levels(*[(worse, point())] * 3)
 
@@ -204,6 +204,9 @@ def test_slowest_answers_first_tokens_and_bytes_are_judged_where_they_belong() -
     assert failed(32) == {"x p99", "x KV bytes a session"}
     assert failed(1) == {"x first token", "x KV bytes a session"}
     assert failed(8) == {"x KV bytes a session"}
+    # The way through the actors is no fault of the engine's: 124 ms are 1.04 times 100 and 20 more.
+    near = levels(*[(point(output_throughput=30.0, p50_ttft_ms=124.0), point())] * 3)
+    assert "fail" not in {c.outcome for c in check_level("x", 1, near, MARGINS)}
     unknown = [point(kv_bytes_per_session=None)] * 3
     assert check_bytes("x", unknown, [point()] * 3, MARGINS).outcome == "undecided"
 
@@ -229,8 +232,8 @@ def test_a_prefix_must_win_unless_the_class_owes_none() -> None:
         found = check_prefix(rows(warm_ms, rate), MARGINS, owes_win=owes_win)
         return [check.outcome for check in found]
 
-    assert said(1.0, 0.9) == ["pass"]
-    assert said(9.0, 0.9) == ["fail"]
+    assert said(10.0, 0.9) == ["pass"]
+    assert said(90.0, 0.9) == ["fail"]
     assert said(1.0, 0.1) == ["pass", "fail"]
     assert said(20.0, 0.0, owes_win=False) == ["void"]
 

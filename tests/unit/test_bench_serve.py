@@ -12,15 +12,9 @@ from typing import Any
 
 import pytest
 
-from bench.serve import (
-    OURS,
-    PAIRS,
-    TARGETS,
-    Arm,
-    Settings,
-    intervals,
-    play_round,
-)
+from bench.pairs import Arm, Settings, intervals, play_round
+from bench.points import OURS
+from bench.serve import PAIRS, TARGETS
 from bench.servers import Server, check_split
 from bench.steplog import StepLog, profile, read_step
 from bench.verdict import Interval, Target, interval, judgements, paired_ratios, verdict
@@ -91,7 +85,7 @@ class Scripted:
     def play(self, round_: int = 0) -> dict[str, object]:
         return play_round(
             SETTINGS,
-            "one",
+            PAIRS["one"],
             2,
             round_,
             ours=lambda settings, pair: self.arm(OURS),

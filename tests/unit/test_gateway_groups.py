@@ -6,6 +6,7 @@ twice, or a member of the group outlives its client.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -144,12 +145,23 @@ def test_a_client_that_leaves_takes_all_its_choices_along() -> None:
 
 def test_a_choice_that_stops_early_is_freed_while_the_others_run() -> None:
     """Each choice stops at its own place, where its text says so."""
-    engine = RunningEngine(FakePipeline())
+    steps: list[StepBatch] = []
+    is_stopping = threading.Event()
+
+    def wait_for_the_stop(batch: StepBatch) -> None:
+        """The engine is not to be through before the gateway has read as far as the stop."""
+        steps.append(batch)
+        if is_stopping.is_set() and len(steps) > 35:
+            eventually(lambda: bool(engine.aborted))
+
+    engine = RunningEngine(FakePipeline(on_step=wait_for_the_stop))
     with serving(engine=engine) as client:
         long = {**HELLO, "max_tokens": 40, "temperature": 1.0}
         whole = [shown(ask(client, CHAT, long, seed=40 + i)["choices"][0]) for i in range(2)]
         stop = next(char for char in whole[0] if char not in whole[1])
         engine.aborted.clear()
+        steps.clear()
+        is_stopping.set()
         group = ask(client, CHAT, HELLO, max_tokens=40, n=2, stop=stop, **WARM)
         first, second = group["choices"]
         assert (first["finish_reason"], second["finish_reason"]) == ("stop", "length")

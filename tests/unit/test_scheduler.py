@@ -196,6 +196,18 @@ def test_chunks_of_one_prompt_follow_each_other_without_waiting():
     run.assert_answers()
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "chunks"),
+    [(45, [45]), (63, [63]), (64, [32, 32]), (100, [32, 32, 36]), (300, [75, 57, 42, 32, 32, 62])],
+)
+def test_no_chunk_of_a_pipelined_prompt_is_too_small_for_a_step(num_tokens, chunks):
+    # A step of few rows costs nearly what one of 32 does: 45 rows as 32 and 13 came later.
+    run = Run(cells=512, max_rows=512, in_flight=2)
+    run.ask(request("p", num_tokens, 1))
+    run.finish()
+    assert [plan.num_rows for plan in run.plans if plan.parts] == chunks
+
+
 def test_a_step_runs_lanes_in_order():
     run = Run(cells=512, max_rows=64)
     run.ask(*(request(f"r{n}", 3, 20) for n in range(9)))

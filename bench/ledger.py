@@ -1,6 +1,6 @@
-"""The rows of a gate, kept one by one: what was measured is not measured again.
+"""The rows of a long bench, kept one by one: what was measured is not measured again.
 
-The first line of the file says what the rows are of: commit and settings. A gate that is started
+The first line of the file says what the rows are of: commit and settings. A bench that is started
 again goes on only if that is the same, for rows of two engines would make no verdict.
 """
 
@@ -57,7 +57,7 @@ class Ledger:
 
 
 def read_rows(path: Path) -> tuple[Row, list[Row]]:
-    """Head and rows. A last line without its end was being written when the gate died; it is cut
+    """Head and rows. A last line without its end was being written when the bench died; it is cut
     off, or the next row would be written behind it."""
     text = path.read_text()
     whole = text[: text.rfind("\n") + 1]
@@ -65,5 +65,5 @@ def read_rows(path: Path) -> tuple[Row, list[Row]]:
         path.write_text(whole)
     entries = [json.loads(line) for line in whole.splitlines()]
     if not entries or "identity" not in entries[0]:
-        raise UsageError(f"{path} is no file of a gate's rows: --fresh begins anew")
+        raise UsageError(f"{path} is no file of rows: --fresh begins anew")
     return entries[0], entries[1:]
