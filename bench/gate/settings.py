@@ -27,8 +27,6 @@ class Margins:
     prefix_ttft: float = 0.5  # warm over cold
     prefix_hit_rate: float = 0.5  # below it the row did not do what it is for
     request_s: float = 0.02  # of a request between actors, at any size of a model
-        0.02  # what a request may cost on its way between actors, at any model's size
-    )
     flat_memory: float = 1.1  # second half of an overload over the first
     void_attainment: float = 0.1  # goodput means nothing where both arms attain less
 
