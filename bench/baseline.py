@@ -226,7 +226,9 @@ def chunk_lengths(length: int, *, multiple: int, max_rows: int) -> tuple[int, ..
 
 
 @contextmanager
-def baseline_mesh(specs: Sequence[StageSpec], *, mesh_name: str = "skippy") -> Iterator[Mesh]:
+def baseline_mesh(
+    specs: Sequence[StageSpec], *, mesh_name: str = "skippy", max_model_len: int | None = None
+) -> Iterator[Mesh]:
     """The stages of ``specs`` under this engine, on a thread that owns what is in this process."""
     with ExitStack() as stack:
         if not is_local(specs):
@@ -234,17 +236,19 @@ def baseline_mesh(specs: Sequence[StageSpec], *, mesh_name: str = "skippy") -> I
             remote = RayPipeline(actors, infos)
             pulses = functools.partial(read_pulses, dict(enumerate(actors)))
             reset = functools.partial(reset_peaks, actors)
-            yield stack.enter_context(on_own_thread(lambda: _served(remote, pulses, reset)))
+            load = functools.partial(_served, remote, pulses, reset, max_model_len)
         else:
-            yield stack.enter_context(on_own_thread(lambda: _load(specs)))
+            load = functools.partial(_load, specs, max_model_len)
+        yield stack.enter_context(on_own_thread(load))
 
 
-def _load(specs: Sequence[StageSpec]) -> tuple[Mesh, Callable[[], None]]:
+def _load(specs: Sequence[StageSpec], max_model_len: int | None) -> tuple[Mesh, Callable[[], None]]:
     workers = [StageWorker(spec) for spec in specs]
     return _served(
         LocalPipeline(workers),
         lambda: {worker.spec.index: worker.pulse() for worker in workers},
         workers[0].reset_peak,
+        max_model_len,
     )
 
 
@@ -252,11 +256,13 @@ def _served(
     pipeline: LocalPipeline | RayPipeline,
     pulses: Callable[[], Mapping[int, Pulse | Exception]],
     reset: Callable[[], None],
+    max_model_len: int | None,
 ) -> tuple[Mesh, Callable[[], None]]:
     infos = pipeline.infos
+    longest = min(infos[0].max_trained_tokens, *(i.num_cells for i in infos))
     engine = Baseline(
         pipeline,
-        max_model_len=min(infos[0].max_trained_tokens, *(i.num_cells for i in infos)),
+        max_model_len=min(longest, max_model_len or longest),
         max_rows=min(info.rules.max_rows for info in infos),
         chunk_multiple=infos[0].rules.chunk_multiple,
     )

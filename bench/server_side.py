@@ -7,6 +7,7 @@ everything, and what it does not tell is None.
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 SAMPLE_S = 0.5
+"""Between two looks, on average: at even distances all of them fell between the requests of a lone
+client that happened to take as long."""
 _OURS = "skippy:"
 
 Prices = Sequence[Mapping[str, int]]
@@ -164,7 +167,7 @@ def status_of(url: str) -> Any:
 
 @contextlib.contextmanager
 def observed(url: str) -> Iterator[Observed]:
-    """The server at ``url`` while the block runs, looked at twice a second."""
+    """The server at ``url`` while the block runs, looked at about twice a second."""
     with _client(url) as client:
         # A server that keeps peaks of memory starts them anew; another one has no such route.
         with contextlib.suppress(httpx.HTTPError):
@@ -173,7 +176,7 @@ def observed(url: str) -> Iterator[Observed]:
         over = threading.Event()
 
         def keep_looking() -> None:
-            while not over.wait(SAMPLE_S):
+            while not over.wait(SAMPLE_S * random.uniform(0.6, 1.4)):
                 seen.during.append(_read(client))
 
         watcher = threading.Thread(target=keep_looking, name="observe", daemon=True)

@@ -38,7 +38,11 @@ def engine_plan(
     plan = EnginePlan(
         capacity=capacity,
         rules=rules,
-        max_model_len=min(infos[0].max_trained_tokens, capacity.num_cells),
+        max_model_len=min(
+            infos[0].max_trained_tokens,
+            capacity.num_cells,
+            settings.max_model_len or capacity.num_cells,
+        ),
         max_in_flight=len(infos),
         ceiling=limit.value,
         max_restarts=max_restarts,

@@ -27,6 +27,7 @@ from skippy_mesh.errors import SkippyError, StageError, UsageError
 from skippy_mesh.planning import add_layout_flags, add_model_flag, planned
 from skippy_mesh.progress import byte_bar
 from skippy_mesh.serving import add_serve_flags, serve_model
+from skippy_mesh.sizes import format_size
 from skippy_mesh.starting import open_mesh, open_model, profile_text
 
 
@@ -59,9 +60,12 @@ def _build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     plan.set_defaults(run=run_plan)
 
     cut = commands.add_parser("slice", help="write some layers of a model as a file of their own")
-    add_model_flag(cut)
-    cut.add_argument("--layers", required=True, metavar="LO:HI", help="layers LO to HI-1")
-    cut.add_argument("-o", "--output", required=True, metavar="OUT")
+    add_model_flag(cut, default="")
+    cut.add_argument("--layers", metavar="LO:HI", help="layers LO to HI-1")
+    cut.add_argument("-o", "--output", metavar="OUT")
+    kept = cut.add_mutually_exclusive_group()
+    kept.add_argument("--list", action="store_true", help="show the slices that stages cut here")
+    kept.add_argument("--prune", action="store_true", help="delete them: they are cut when needed")
     cut.add_argument("--debug", action="store_true", help="show tracebacks")
     cut.set_defaults(run=run_slice)
 
@@ -184,6 +188,10 @@ def run_serve(args: argparse.Namespace) -> int:
 def run_slice(args: argparse.Namespace) -> int:
     from stages.slices import cut
 
+    if args.list or args.prune:
+        return _show_slices(prunes=args.prune)
+    if not args.model or args.layers is None or args.output is None:
+        raise UsageError("slice takes MODEL --layers LO:HI -o OUT, or --list, or --prune")
     model = open_model(args.model)
     try:
         lo, hi = (int(number) for number in args.layers.split(":"))
@@ -193,6 +201,17 @@ def run_slice(args: argparse.Namespace) -> int:
     with byte_bar(f"layers {lo}:{hi}") as progress:
         cut(model, lo, hi, out, progress)
     print(f"{out}: layers {lo}:{hi} of {model.num_layers}, {out.stat().st_size:,} bytes")
+    return 0
+
+
+def _show_slices(*, prunes: bool) -> int:
+    from stages.slices import kept_slices, prune_slices
+
+    kept = kept_slices()
+    for path in kept:
+        print(f"{format_size(path.stat().st_size):>8}  {path}")
+    if prunes:
+        print(f"deleted {len(kept)} slices, {format_size(prune_slices())} freed")
     return 0
 
 

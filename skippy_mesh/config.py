@@ -161,7 +161,8 @@ class StepRules:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """How the engine schedules. ``prefill_rows`` and ``running`` pin what pacing would choose:
-    rows of prefill beside live decodes, and sequences that run at once."""
+    rows of prefill beside live decodes, and sequences that run at once. A request has no more than
+    ``max_model_len`` tokens, prompt and answer."""
 
     scheduling_policy: str = "fcfs"
     preemption_policy: str = "newest"
@@ -169,8 +170,14 @@ class EngineSettings:
     prefill_rows: int | None = None
     running: int | None = None
     prefix_cache: bool = True
+    max_model_len: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise UsageError(
+                f"--max-model-len must hold a prompt and an answer, 2 tokens at least, got "
+                f"{self.max_model_len}"
+            )
         for name, value in (("prefill rows", self.prefill_rows), ("running", self.running)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")

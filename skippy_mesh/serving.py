@@ -56,6 +56,10 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="lower the number of requests that may run at once (default: what memory permits)",
     )  # fmt: skip
     parser.add_argument(
+        "--max-model-len", "--kv-unified-per-slot", type=int, metavar="N",
+        help="tokens a request may have, prompt and answer (what model and pool permit)",
+    )  # fmt: skip
+    parser.add_argument(
         "--gateway-node", metavar="NODE",
         help="the node of the Ray cluster that answers HTTP, by name, address or id (this one)",
     )  # fmt: skip
@@ -116,6 +120,7 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
     lanes = 1 if engine == "baseline" else args.parallel
     with ExitStack() as stack:
         plan = stack.enter_context(planned(args, model, lanes=lanes))
+        _check_model_len(args.max_model_len, plan)
         sock = None
         if args.gateway_node is None:
             sock = stack.enter_context(closing(listen(args.host, args.port)))
@@ -139,6 +144,16 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
         spec = replace(spec, config={**spec.config, **resolved})
         gateway, url = stack.enter_context(_gateway(args, spec, mesh, limits, sock))
         serve(gateway, ready_text(mesh, choice, url))
+
+
+def _check_model_len(asked: int | None, plan: Plan) -> None:
+    """Said before anything is loaded: it may only be lowered."""
+    if asked is not None and asked > plan.context:
+        reason = "the pool" if plan.context == plan.num_cells else "what the model was trained for"
+        raise UsageError(
+            f"--max-model-len {asked} is more than {plan.context}, {reason}: lower it"
+            + (", or raise --ctx-size" if plan.context == plan.num_cells else "")
+        )
 
 
 @contextmanager

@@ -69,6 +69,7 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
         prefill_rows=getattr(args, "pin_prefill_rows", None),
         running=getattr(args, "pin_running", None),
         prefix_cache=args.prefix_cache,
+        max_model_len=getattr(args, "max_model_len", None),
     )
     Policies(ordering=settings.scheduling_policy, preemption=settings.preemption_policy)
     return settings
@@ -99,7 +100,9 @@ def open_mesh(
         if engine == "baseline":
             from bench.baseline import baseline_mesh
 
-            yield stack.enter_context(baseline_mesh(specs, mesh_name=args.mesh_name))
+            yield stack.enter_context(
+                baseline_mesh(specs, mesh_name=args.mesh_name, max_model_len=settings.max_model_len)
+            )
         else:
             with load_bars(specs) as on_load:
                 started = mesh(

@@ -65,6 +65,21 @@ def cached_slice(model: ModelFile, lo: int, hi: int, progress: Progress | None =
     return out
 
 
+def kept_slices() -> list[Path]:
+    """What :func:`cached_slice` has cut on this machine, the one used last at the end."""
+    return sorted((cache_dir() / "slices").glob("*.gguf"), key=lambda path: path.stat().st_atime)
+
+
+def prune_slices() -> int:
+    """Delete them all; the bytes freed. A stage that runs one keeps it until it ends, and who needs
+    one again cuts it again."""
+    freed = 0
+    for path in kept_slices():
+        freed += path.stat().st_size
+        path.unlink(missing_ok=True)
+    return freed
+
+
 @contextmanager
 def temporary_slice(model: ModelFile, lo: int, hi: int, *, max_vocab: int) -> Iterator[Path | None]:
     """The slice of layers [lo, hi) in a file without a name; None where none can be written.

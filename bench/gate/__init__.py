@@ -61,15 +61,18 @@ def works_of(case: Case, settings: Settings, arms: Arms, rows: Sequence[Row]) ->
     for round_ in range(settings.rounds):
         works += [point(mix, n, round_) for mix in settings.mixes for n in case.levels]
         if case.is_whole:
-            works += [once("long", round_, long_row), once("prefix", round_, prefix_row)]
+            works.append(once("long", round_, long_row))
+        if round_ < case.num_prefix_rows(settings.rounds):
+            works.append(once("prefix", round_, prefix_row))
     if case.is_whole:
         works.append((f"{case.name} overload", lambda: overload_row(arms, settings)))
     return works
 
 
 def num_rows(case: Case, settings: Settings) -> int:
-    a_round = len(settings.mixes) * len(case.levels) + 2 * case.is_whole
-    return 1 + settings.rounds * a_round + case.is_whole
+    a_round = len(settings.mixes) * len(case.levels) + case.is_whole
+    once = 1 + case.is_whole + case.num_prefix_rows(settings.rounds)
+    return settings.rounds * a_round + once
 
 
 def play_case(

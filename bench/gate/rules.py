@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from bench.gate.settings import LEVELS, RECURRENT, Case, Margins, Settings
+from bench.gate.settings import LEVELS, Case, Margins, Settings
 from bench.verdict import Interval, Target, interval, paired_ratios, verdict
 from skippy_mesh.verdicts import Outcome
 
@@ -56,8 +56,7 @@ def judge_case(case: Case, rows: Iterable[Row], settings: Settings) -> list[Chec
             found += check_level(f"{mix} N={level}", level, points, margins)
     if case.is_whole:
         found.append(check_long(_of_kind(mine, "long"), margins))
-        owes_win = case.family not in RECURRENT
-        found += check_prefix(_of_kind(mine, "prefix"), margins, owes_win=owes_win)
+        found += check_prefix(_of_kind(mine, "prefix"), margins, owes_win=not case.is_recurrent)
         found += check_overload(_of_kind(mine, "overload"), margins)
     return found
 

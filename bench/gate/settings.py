@@ -41,6 +41,14 @@ class Case:
     levels: tuple[int, ...] = LEVELS
     is_whole: bool = True  # else the curve only, without the rows of long prompts and overload
 
+    @property
+    def is_recurrent(self) -> bool:
+        return self.family in RECURRENT
+
+    def num_prefix_rows(self, rounds: int) -> int:
+        """Where nothing is owed, one shows what there is."""
+        return self.is_whole * (1 if self.is_recurrent else rounds)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -53,6 +61,7 @@ class Settings:
     num_alone: int  # answers that must be the same alone, in a crowd and from the old engine
     exact_clients: int = 16  # of that crowd
     min_requests: int = 8  # of a point; below this a median says little
+    lone_requests: int = 16  # of a point with one client, whose median first token is judged
     max_queue: int = 64  # of the mesh: with 32 lanes, 64 clients are all let in and 128 are not
     long_tokens: int = 2000
     prefix_tokens: int = 512
@@ -67,6 +76,8 @@ class Settings:
         return {**asdict(self), "mixes": list(self.mixes)}
 
     def num_requests(self, level: int) -> int:
+        if level == 1:
+            return self.lone_requests
         return max(self.min_requests, self.requests_per_client * level)
 
     @property

@@ -297,11 +297,14 @@ def test_a_server_without_trouble_says_nothing_on_stderr(server):
 
 
 def test_one_stage_serves_the_same_bytes_without_ray(client, env, ray_dir, log):
-    with serving(*SERVE, "--port", "0", env=env, log=log / "single") as single:
+    flags = (*SERVE, "--port", "0", "--max-model-len", "4000")
+    with serving(*flags, env=env, log=log / "single") as single:
         started = tree(single.process.pid, single.log)  # the tree alone: others run Ray here
         assert [process.pid for process in started] == [single.process.pid]
         for prompt in ("Once upon a time", "The capital of France is"):
             assert complete(client_of(single), prompt) == complete(client, prompt)
+        with pytest.raises(openai.BadRequestError, match="the context holds 4000"):
+            complete(client_of(single), "long " * 4000)
         stream = client_of(single).completions.create(
             model="demo", prompt="Count: one, two,", stream=True, **ENDLESS
         )

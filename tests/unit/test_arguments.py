@@ -97,6 +97,7 @@ def test_another_servers_variables_are_named_once_and_not_read():
         (("--kv-cache-dtype", "auto"), "kv", "q8_0"),
         (("-ctk", "bf16", "-ctv", "bf16"), "kv", "bf16"),
         (("--no-cache-prompt",), "prefix_cache", False),
+        (("--kv-unified-per-slot", "100"), "max_model_len", 100),
     ],
 )
 def test_a_synonym_is_the_same_flag(argv, name, value):

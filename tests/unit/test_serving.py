@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,8 @@ from skippy_mesh.errors import RequestError, UsageError
 from skippy_mesh.gateway.errors import digests_of
 from skippy_mesh.gateway.server import GatewaySpec, is_loopback
 from skippy_mesh.gateway.tools import SYNTAXES
-from skippy_mesh.serving import _admission, _shown
+from skippy_mesh.serving import _admission, _check_model_len, _shown
+from skippy_mesh.starting import settings_of
 from stages.gguf_file import ModelFile
 
 
@@ -51,6 +53,22 @@ def test_the_queue_is_four_times_what_runs_and_four_pools_of_tokens(arguments, c
 def test_a_bound_below_zero_is_refused_before_anything_is_loaded():
     with pytest.raises(UsageError, match="--max-queue must be 0 or more, got -1"):
         _admission(flags("--max-queue", "-1"), ceiling=1, num_cells=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "context", "num_cells", "says"),
+    [
+        (4097, 4096, 4096, "4097 is more than 4096, the pool: lower it, or raise --ctx-size"),
+        (4097, 4096, 8192, "4097 is more than 4096, what the model was trained for: lower it$"),
+    ],
+)
+def test_a_request_cannot_have_more_tokens_than_there_are(asked, context, num_cells, says):
+    with pytest.raises(UsageError, match=says):
+        _check_model_len(asked, SimpleNamespace(context=context, num_cells=num_cells))
+    _check_model_len(context, SimpleNamespace(context=context, num_cells=num_cells))
+    _check_model_len(None, SimpleNamespace(context=context, num_cells=num_cells))
+    with pytest.raises(UsageError, match="2 tokens at least, got 1"):
+        settings_of(flags("--max-model-len", "1"))
 
 
 def test_the_status_shows_neither_keys_nor_folders():

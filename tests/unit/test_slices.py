@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 
+from skippy_mesh.cli import main
 from skippy_mesh.errors import ModelFileError, NoSpaceError, UsageError
 from stages.gguf_file import ModelFile
 from stages.gguf_format import Tensor
-from stages.slices import cached_slice, cut
+from stages.slices import cached_slice, cut, kept_slices
 from tests.models import DType, make_llama
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,27 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     return make_small(tmp_path / "small.gguf", num_layers=2)
+
+
+def test_kept_slices_are_shown_and_deleted_and_cut_again_when_needed(
+    small: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        assert main(["slice", *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert said("--list") == "" and said("--prune") == "deleted 0 slices, 0B freed\n"
+    model = ModelFile.open(small)
+    kept = [cached_slice(model, lo, lo + 1) for lo in range(2)]
+    shown = said("--list").splitlines()
+    assert sorted(Path(line.split()[1]) for line in shown) == sorted(kept)
+    with kept[0].open("rb") as running:  # a stage that has one keeps it
+        assert "deleted 2 slices" in said("--prune").splitlines()[-1]
+        assert running.read(4) == b"GGUF"
+    assert kept_slices() == []
+    assert cached_slice(model, 0, 1) == kept[0] and kept[0].exists()
+    assert main(["slice", str(small), "--layers", "0:1"]) == 2
+    assert "--layers LO:HI -o OUT, or --list, or --prune" in capsys.readouterr().err
 
 
 def tensors_of(path: Path) -> dict[str, tuple[bytes, int, tuple[int, ...]]]:
