@@ -28,6 +28,7 @@ from skippy_mesh.wire import (
     encode_activations,
     encode_step,
 )
+from stages.download import is_url
 from stages.library import this_cpu, versions
 from stages.pipeline import first_line
 
@@ -52,7 +53,7 @@ class Echo:
     """A stage that unpacks what it is sent and passes on as many rows, and computes nothing."""
 
     def about(self, model_path: str) -> NodeFacts:
-        has_model = Path(model_path).is_file()
+        has_model = is_url(model_path) or Path(model_path).is_file()
         return NodeFacts(platform.node(), versions(), tuple(sorted(this_cpu())), has_model)
 
     def step(self, frame: bytes, width: int, activations: bytes | None = None) -> bytes:

@@ -23,6 +23,7 @@ from skippy_mesh.planning import (
     costs_of_model,
     nodes_of,
     request_of,
+    source_of,
 )
 from skippy_mesh.sizes import available_bytes
 from skippy_mesh.starting import open_model
@@ -142,7 +143,7 @@ def _cluster_findings(args: argparse.Namespace, model: ModelFile | None) -> Iter
         if address is not None and nodes:
             yield from _plan_findings(args, model)
         if nodes:
-            yield from _hop_findings([node.node_id for node in nodes], model, address)
+            yield from _hop_findings(args, [node.node_id for node in nodes], model, address)
 
 
 def _plan_findings(args: argparse.Namespace, model: ModelFile | None) -> Iterator[Finding]:
@@ -165,14 +166,17 @@ def _plan_findings(args: argparse.Namespace, model: ModelFile | None) -> Iterato
 
 
 def _hop_findings(
-    node_ids: Sequence[str], model: ModelFile | None, address: str | None
+    args: argparse.Namespace,
+    node_ids: Sequence[str],
+    model: ModelFile | None,
+    address: str | None,
 ) -> Iterator[Finding]:
     """Along all nodes, or between two stages on the only one."""
     from coordinator.hops import measure_hops, node_facts
     from coordinator.launch import echoes
 
     ids = list(node_ids[:_MAX_PINGED])
-    path = "" if model is None else str(model.paths[0].resolve())
+    path = "" if model is None else source_of(args, model)
     width = _WIDTH if model is None else model.width
     try:
         with echoes(ids if len(ids) > 1 else ids * 2) as actors:

@@ -189,9 +189,9 @@ class EngineSettings:
 class StageSpec:
     """One stage of a mesh: which layers of which file, and how to run them.
 
-    ``model_path`` must exist on the stage's own machine; the stage cuts its slice from it. With
-    ``need``, from its plan, a stage that finds less memory than that takes a smaller context; it
-    runs on the Ray node ``node_id``, wherever there is room without.
+    ``model_path`` must exist on the stage's own machine, or is a URL that it fetches; the stage
+    cuts its slice from it. With ``need``, from its plan, a stage that finds less memory than that
+    takes a smaller context; it runs on the Ray node ``node_id``, wherever there is room without.
     """
 
     index: int

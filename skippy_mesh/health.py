@@ -58,13 +58,13 @@ class Pulse:
     peak_rss_bytes: int | None = None
 
 
-LoadPhase = Literal["starting", "slicing", "loading", "testing", "loaded"]
+LoadPhase = Literal["starting", "fetching", "slicing", "loading", "testing", "loaded"]
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far a stage is in being loaded. The bytes are those of the slice it writes; 0 of 0 while
-    it reads the file for the first time."""
+    """How far a stage is in being loaded. The bytes are those of the file it fetches, then of the
+    slice it writes; 0 of 0 while it reads the file for the first time."""
 
     phase: LoadPhase = "starting"
     done_bytes: int = 0

@@ -81,7 +81,7 @@ def add_cache_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_flag(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
-    what = "a GGUF file (any part of a split one), or demo"
+    what = "a GGUF file (any part of a split one), a URL of one, or demo"
     # Absent, the word must not undo the flag.
     parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=what)
     parser.add_argument("-m", "--model", metavar="MODEL", default=default, help="the same")
@@ -224,7 +224,7 @@ def stage_specs(args: argparse.Namespace, model: ModelFile, plan: Plan) -> list[
         num_threads=1 if args.threads is None else args.threads,
     )
     specs = specs_of(
-        model.paths[0].resolve(),
+        source_of(args, model),
         model.num_layers,
         plan.cuts,
         context,
@@ -243,6 +243,13 @@ def stage_specs(args: argparse.Namespace, model: ModelFile, plan: Plan) -> list[
         )
         for spec, stage in zip(specs, plan.stages, strict=True)
     ]
+
+
+def source_of(args: argparse.Namespace, model: ModelFile) -> str:
+    """What another machine opens: a URL as it is, for it has to fetch the file itself."""
+    from stages.download import is_url
+
+    return args.model if is_url(args.model) else str(model.paths[0].resolve())
 
 
 def _threads(asked: int | None, node: Node, num_stages: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from skippy_mesh.config import StageSpec
-from skippy_mesh.health import Loading, OnLoad
+from skippy_mesh.health import Loading, LoadPhase, OnLoad
 from skippy_mesh.sizes import format_size
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _PHASES = {
     "starting": "starting",
+    "fetching": "fetching",
     "slicing": "reading the model",
     "loading": "loading",
     "testing": "self-test",
@@ -35,9 +36,9 @@ class Bar:
 
 def bar_of(state: Loading) -> Bar:
     """What is shown of one stage."""
-    if state.phase == "slicing" and state.total_bytes:
+    if state.phase in ("fetching", "slicing") and state.total_bytes:
         done, total = state.done_bytes, state.total_bytes
-        return Bar(f"slicing {format_size(done)} of {format_size(total)}", done, total)
+        return Bar(f"{state.phase} {format_size(done)} of {format_size(total)}", done, total)
     if state.phase == "loaded":
         return Bar(_PHASES["loaded"], 1, 1)
     return Bar(_PHASES[state.phase])
@@ -73,7 +74,9 @@ def load_bars(specs: Sequence[StageSpec]) -> Iterator[OnLoad | None]:
 
 
 @contextmanager
-def byte_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
+def byte_bar(
+    title: str, phase: LoadPhase = "slicing"
+) -> Iterator[Callable[[int, int], None] | None]:
     """A bar for bytes done of all, which whoever writes them is to call."""
     if not sys.stderr.isatty():
         yield None
@@ -82,7 +85,7 @@ def byte_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
         task = bars.add_task(title, total=None, text="")
 
         def show(done: int, total: int) -> None:
-            bar = bar_of(Loading("slicing", done, total))
+            bar = bar_of(Loading(phase, done, total))
             bars.update(task, completed=bar.done, total=bar.total, text=bar.text)
 
         yield show

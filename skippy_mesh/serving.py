@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from skippy_mesh import __version__
 from skippy_mesh.api_flags import (
@@ -27,7 +28,13 @@ from skippy_mesh.api_flags import (
 )
 from skippy_mesh.errors import UsageError
 from skippy_mesh.places import AdmissionLimits
-from skippy_mesh.planning import add_cache_flag, cluster_address, layout_of, planned
+from skippy_mesh.planning import (
+    add_cache_flag,
+    cluster_address,
+    layout_of,
+    planned,
+    source_of,
+)
 from skippy_mesh.starting import chosen_engine, open_mesh, ready_text, settings_of
 
 if TYPE_CHECKING:
@@ -217,7 +224,7 @@ def _gateway_spec(
     return GatewaySpec(
         host=args.host,
         port=port,
-        model_path=str(model.paths[0].resolve()),
+        model_path=source_of(args, model),
         model_name=names_of(args, model)[0],
         key_digests=digests_of(*keys_of(args)),
         limits=limits_of(args),
@@ -245,7 +252,7 @@ def _shown(args: argparse.Namespace) -> dict[str, object]:
         for name, value in vars(args).items()
         if name not in _UNSHOWN
     }
-    shown["model"] = Path(args.model).name
+    shown["model"] = Path(urlsplit(args.model).path).name
     if args.memory_fraction is not None:
         shown["memory_fraction"] = float(args.memory_fraction)
     shown["api_key"] = "***" if args.api_key else ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from skippy_mesh.config import EngineSettings
 from skippy_mesh.errors import ModelFileError
 from skippy_mesh.planning import cluster_address, stage_specs
-from skippy_mesh.progress import load_bars
+from skippy_mesh.progress import byte_bar, load_bars
 from skippy_mesh.scheduler.policies import Policies
 from skippy_mesh.verdicts import Choice, choose_engine, gate_file, read_verdicts
 
@@ -30,9 +30,15 @@ DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def open_model(name: str, *, allow_unproven: bool = False) -> ModelFile:
+    """Of a file, ``demo``, or a URL, whose file is fetched first if this machine has it not."""
+    from stages.download import file_name, is_url, local_model
     from stages.gguf_file import ModelFile
 
-    path = demo_path() if name == "demo" else name
+    if is_url(name):
+        with byte_bar(file_name(name), "fetching") as progress:
+            path = local_model(name, progress)
+    else:
+        path = demo_path() if name == "demo" else Path(name)
     model = ModelFile.open(path, allow_unproven=allow_unproven)
     if not model.family.is_proven:
         print(

@@ -29,6 +29,7 @@ from skippy_mesh.sizes import available_bytes, format_size, process_bytes, reset
 from skippy_mesh.wire import Hidden, decode_activations, decode_step, encode_activations
 from stages.batch import Floats, Rows
 from stages.context import StageContext
+from stages.download import local_model
 from stages.embedding import Embedding
 from stages.gguf_file import ModelFile
 from stages.probe import can_repack
@@ -112,7 +113,8 @@ class StageWorker:
             return self._info
         started = time.perf_counter()
         spec = self.spec
-        model = ModelFile.open(spec.model_path, allow_unproven=spec.allow_unproven)
+        source = local_model(spec.model_path, self._note_fetched)
+        model = ModelFile.open(source, allow_unproven=spec.allow_unproven)
         profile = PLAIN
         if spec.context.exact:
             profile = choose_profile(matrix_types(model.tensors.values()), can_repack=can_repack())
@@ -265,6 +267,9 @@ class StageWorker:
         if self._context is not None:
             self._context.close()
             self._context = self._info = None
+
+    def _note_fetched(self, done: int, total: int) -> None:
+        self._loading = Loading("fetching", done, total)
 
     def _note_bytes(self, done: int, total: int) -> None:
         self._loading = Loading("slicing", done, total)

@@ -36,6 +36,7 @@ from skippy_mesh.gateway.watch import Watch
 from skippy_mesh.places import Doorkeeper
 from skippy_mesh.step_log import StepLog
 from skippy_mesh.telemetry import Telemetry
+from stages.download import local_model
 from stages.grammar_compiler import GrammarCompiler
 from stages.tokenizer import Tokenizer
 
@@ -143,7 +144,8 @@ class GatewayServer:
         sock = sock or listen(spec.host, spec.port)
         self._mesh = mesh
         self._places = Places(doorkeeper)
-        self._grammars = GrammarCompiler(spec.model_path)
+        self._model_path = str(local_model(spec.model_path))
+        self._grammars = GrammarCompiler(self._model_path)
         self._watch = Watch(mesh.pulses, num_stages=len(mesh.infos))
         self._telemetry = self._new_telemetry()
         self._client = EngineClient(
@@ -253,7 +255,7 @@ class GatewayServer:
         spec, mesh = self._spec, self._mesh
         return create_app(
             self._client,
-            Tokenizer(spec.model_path, chat_template=spec.rules.chat_template),
+            Tokenizer(self._model_path, chat_template=spec.rules.chat_template),
             self._grammars,
             model_name=spec.model_name,
             health=self._problem,

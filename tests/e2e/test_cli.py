@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -9,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -88,6 +91,24 @@ def tokenizer(demo_model):
 def test_any_number_of_stages_prints_what_the_library_prints(run, library, stages):
     done = run("generate", "demo", "-p", PROMPT, "-n", "48", "-t", "1", "--stages", stages)
     assert succeeded(done) == library[PROMPT].encode() + b"\n"
+
+
+def test_a_url_is_as_good_as_a_file_and_is_fetched_once(run, library, demo_model):
+    """By the driver; the two stages of this machine find it there."""
+    asked = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, _format, *args):
+            asked.append(args[0])
+
+    handler = functools.partial(Handler, directory=demo_model.parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/{demo_model.name}"
+        done = run("generate", url, "-p", PROMPT, "-n", "48", "-t", "1", "--stages", "2")
+        server.shutdown()
+    assert succeeded(done) == library[PROMPT].encode() + b"\n"
+    assert asked == [f"GET /{demo_model.name} HTTP/1.1"]
 
 
 def test_json_comes_last_and_its_tokens_spell_its_text(run, library, tokenizer):
