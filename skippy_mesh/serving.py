@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,9 +24,10 @@ from skippy_mesh.api_flags import (
     names_of,
     rules_of,
 )
+from skippy_mesh.detaching import Order, detach_order
 from skippy_mesh.errors import UsageError
-from skippy_mesh.places import AdmissionLimits
-from skippy_mesh.planning import add_cache_flag, cluster_address, layout_of, planned
+from skippy_mesh.places import AdmissionLimits, QueueBounds
+from skippy_mesh.planning import add_cache_flag, cluster_address, layout_of, planned, stage_specs
 from skippy_mesh.starting import chosen_engine, open_mesh, ready_text, settings_of
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from coordinator.planner import Plan
     from skippy_mesh.gateway.rules import ApiRules
     from skippy_mesh.gateway.server import GatewaySpec, Running
+    from skippy_mesh.verdicts import Choice
     from stages.gguf_file import ModelFile
 
 _UNSHOWN = ("run", "command", "debug")
@@ -58,6 +59,10 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gateway-node", metavar="NODE",
         help="the node of the Ray cluster that answers HTTP, by name, address or id (this one)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--detach", action="store_true",
+        help="serve on when this command has ended, until skippy-mesh stop (needs --address)",
     )  # fmt: skip
     _add_queue_flags(parser)
     parser.add_argument(
@@ -101,44 +106,86 @@ def _add_queue_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
-    """Load ``model`` as ``args`` say and answer requests until a signal."""
+    """Load ``model`` as ``args`` say and answer requests until a signal; with ``--detach`` have an
+    actor do so, and return when it does."""
     from skippy_mesh.gateway.opening import saying_loading
     from skippy_mesh.gateway.server import listen, serve
 
-    if args.gateway_node is not None and not cluster_address(args):
-        raise UsageError("--gateway-node needs a Ray cluster to choose from (--address)")
-    settings_of(args)
-    check_web(args)
+    choice = _checked(args, model)
     rules = rules_of(args, model)
-    _admission(args, ceiling=1, num_cells=1)
-    choice = chosen_engine(args.engine, model)
-    engine = choice.engine
-    lanes = 1 if engine == "baseline" else args.parallel
+    lanes = 1 if choice.engine == "baseline" else args.parallel
     with ExitStack() as stack:
         plan = stack.enter_context(planned(args, model, lanes=lanes))
+        _check_name(args)
         sock = None
         if args.gateway_node is None:
             sock = stack.enter_context(closing(listen(args.host, args.port)))
         port = args.port if sock is None else sock.getsockname()[1]
-        spec = _gateway_spec(args, model, plan, port=port, engine=engine, rules=rules)
+        spec = _gateway_spec(args, model, plan, port=port, engine=choice.engine, rules=rules)
         if spec.is_open:
             print(_OPEN.format(host=args.host), file=sys.stderr)
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
+        if args.detach:
+            if sock is not None:
+                sock.close()  # it has shown that the port is free: the actor opens it
+            ready = detach_order(_order(args, model, plan, spec, choice))
+            print(ready + _end_text(args), end="", flush=True)
+            return
         with nullcontext() if sock is None else saying_loading(sock):
-            mesh = stack.enter_context(open_mesh(args, model, plan, engine=engine))
-        limits = _admission(
-            args,
-            ceiling=mesh.ceiling.value,
-            num_cells=min(info.capacity.num_cells for info in mesh.infos),
-        )
-        resolved = {
-            "parallel": limits.ceiling,
-            "max_queue": limits.max_queue,
-            "max_queue_tokens": limits.max_queue_tokens,
-        }
-        spec = replace(spec, config={**spec.config, **resolved})
+            mesh = stack.enter_context(open_mesh(args, model, plan, engine=choice.engine))
+        limits = bounds_of(args).limits(ceiling=mesh.ceiling.value, num_cells=mesh.num_cells)
+        spec = spec.with_limits(limits)
         gateway, url = stack.enter_context(_gateway(args, spec, mesh, limits, sock))
         serve(gateway, ready_text(mesh, choice, url))
+
+
+def _checked(args: argparse.Namespace, model: ModelFile) -> Choice:
+    """The engine, and :class:`UsageError` for flags that cannot be meant, before anything slow."""
+    if args.gateway_node is not None and not cluster_address(args):
+        raise UsageError("--gateway-node needs a Ray cluster to choose from (--address)")
+    if args.detach and not cluster_address(args):
+        raise UsageError(
+            "--detach needs a Ray cluster that is there when this command has ended (--address, or "
+            "RAY_ADDRESS): one of its own ends with it"
+        )
+    settings_of(args)
+    check_web(args)
+    bounds_of(args).limits(ceiling=1, num_cells=1)
+    choice = chosen_engine(args.engine, model)
+    if args.detach and choice.engine == "baseline":
+        raise UsageError(f"--detach needs --engine mesh; {choice.why}")
+    return choice
+
+
+def _check_name(args: argparse.Namespace) -> None:
+    if cluster_address(args):
+        from coordinator.detached import check_name
+
+        check_name(args.mesh_name)
+
+
+def _order(
+    args: argparse.Namespace, model: ModelFile, plan: Plan, spec: GatewaySpec, choice: Choice
+) -> Order:
+    return Order(
+        mesh_name=args.mesh_name,
+        specs=stage_specs(args, model, plan),
+        settings=settings_of(args),
+        planned=plan.ceiling,
+        spread=args.spread,
+        choice=choice,
+        gateway=spec,
+        gateway_node=args.gateway_node,
+        bounds=bounds_of(args),
+        has_board=not args.no_ray_board,
+    )
+
+
+def _end_text(args: argparse.Namespace) -> str:
+    flags = "" if args.address is None else f" --address {args.address}"
+    if args.mesh_name != "skippy":
+        flags += f" --mesh-name {args.mesh_name}"
+    return f"It serves on by itself; to end it:\n  skippy-mesh stop{flags}\n"
 
 
 @contextmanager
@@ -173,12 +220,10 @@ def _gateway(
         yield gateway, gateway.start()
 
 
-def _admission(args: argparse.Namespace, *, ceiling: int, num_cells: int) -> AdmissionLimits:
-    max_queue, max_tokens = args.max_queue, args.max_queue_tokens
-    return AdmissionLimits(
-        ceiling=ceiling,
-        max_queue=max(4 * ceiling, 16) if max_queue is None else max_queue,
-        max_queue_tokens=4 * num_cells if max_tokens is None else max_tokens,
+def bounds_of(args: argparse.Namespace) -> QueueBounds:
+    return QueueBounds(
+        max_queue=args.max_queue,
+        max_queue_tokens=args.max_queue_tokens,
         queue_timeout_s=args.queue_timeout_s,
     )
 

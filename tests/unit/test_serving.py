@@ -21,7 +21,7 @@ from skippy_mesh.errors import RequestError, UsageError
 from skippy_mesh.gateway.errors import digests_of
 from skippy_mesh.gateway.server import GatewaySpec, is_loopback
 from skippy_mesh.gateway.tools import SYNTAXES
-from skippy_mesh.serving import _admission, _shown
+from skippy_mesh.serving import _shown, bounds_of
 from stages.gguf_file import ModelFile
 
 
@@ -43,14 +43,14 @@ def flags(*arguments):
     ],
 )
 def test_the_queue_is_four_times_what_runs_and_four_pools_of_tokens(arguments, ceiling, bounds):
-    limits = _admission(flags(*arguments), ceiling=ceiling, num_cells=4096)
+    limits = bounds_of(flags(*arguments)).limits(ceiling=ceiling, num_cells=4096)
     assert (limits.max_queue, limits.max_queue_tokens) == bounds
     assert (limits.ceiling, limits.queue_timeout_s) == (ceiling, 0)
 
 
 def test_a_bound_below_zero_is_refused_before_anything_is_loaded():
     with pytest.raises(UsageError, match="--max-queue must be 0 or more, got -1"):
-        _admission(flags("--max-queue", "-1"), ceiling=1, num_cells=1)
+        bounds_of(flags("--max-queue", "-1")).limits(ceiling=1, num_cells=1)
 
 
 def test_the_status_shows_neither_keys_nor_folders():
