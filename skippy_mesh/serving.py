@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,9 @@ _OPEN = (
     "whoever reaches it may ask (--api-key, or --host 127.0.0.1)"
 )
 
+_IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for who runs in a submitted job
+_JOB_STOP = "RAY_JOB_STOP_WAIT_TIME_S"
+_JOB_STOP_S = 3.0
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
@@ -124,6 +128,8 @@ def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
         spec = _gateway_spec(args, model, plan, port=port, engine=choice.engine, rules=rules)
         if spec.is_open:
             print(_OPEN.format(host=args.host), file=sys.stderr)
+        if (warning := short_stop(os.environ, args.drain_s)) is not None:
+            print(f"skippy-mesh: warning: {warning}", file=sys.stderr)
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
         if args.detach:
             if sock is not None:
@@ -155,6 +161,17 @@ def _checked(args: argparse.Namespace, model: ModelFile) -> Choice:
     if args.detach and choice.engine == "baseline":
         raise UsageError(f"--detach needs --engine mesh; {choice.why}")
     return choice
+
+
+def short_stop(environ: Mapping[str, str], drain_s: float) -> str | None:
+    """What is to be said where a job's stop would kill who still runs."""
+    stop_s = float(environ.get(_JOB_STOP) or _JOB_STOP_S)
+    if _IN_JOB not in environ or drain_s < stop_s:
+        return None
+    return (
+        f"ray job stop kills after {stop_s:g} s, and --drain-s is {drain_s:g}: submit with "
+        f"--runtime-env-json '{{\"env_vars\": {{\"{_JOB_STOP}\": \"{drain_s + 15:.0f}\"}}}}', or lower it"
+    )
 
 
 def _check_name(args: argparse.Namespace) -> None:
