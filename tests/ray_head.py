@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -11,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from tests.processes import Process, environment, still_alive, tree
 
@@ -49,12 +48,11 @@ class Head:
         assert done.returncode == 0, done.stdout
         return done.stdout
 
-    def get(self, path: str, *, token: str | None = None) -> Any:
-        token = self.env["RAY_AUTH_TOKEN"] if token is None else token
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        request = urllib.request.Request(f"{self.dashboard}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=30) as reply:
-            return json.load(reply)
+    def get(self, path: str) -> Any:
+        headers = {"Authorization": f"Bearer {self.env['RAY_AUTH_TOKEN']}"}
+        reply = httpx.get(f"{self.dashboard}{path}", headers=headers, timeout=30)
+        reply.raise_for_status()
+        return reply.json()
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """``actors`` or ``placement_groups``, as the cluster's control store knows them."""
@@ -133,5 +131,5 @@ def _await(head: Head, process: subprocess.Popen[bytes], log: Path) -> None:
         try:
             head.get("/api/jobs/")
             return
-        except (OSError, urllib.error.HTTPError):
+        except httpx.HTTPError:
             time.sleep(0.2)
