@@ -1,7 +1,7 @@
 """Start a mesh on Ray: the cluster, the placement group, its actors, and their end.
 
-The only place where classes become actors. The driver owns everything it starts, so nothing
-outlives it, and it waits with a limit and says what is missing instead of hanging.
+The only place where classes become actors. A driver, which may be one itself, owns everything it
+starts, so nothing outlives it, and it waits with a limit and says what is missing instead of hanging.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from coordinator.calls import CONCURRENCY_GROUPS, with_groups
 from coordinator.ceiling import Ceiling, Term, context_bound
 from coordinator.coordinator import Coordinator
 from coordinator.hops import Echo
@@ -34,7 +35,7 @@ from coordinator.measured import engine_plan
 from coordinator.nodes import Node, nodes_of_cluster
 from coordinator.ray_board import RayBoard
 from coordinator.remote import RemoteDoorkeeper, RemoteGateway
-from coordinator.reservation import release, reserve
+from coordinator.reservation import Say, release, reserve, say_on_stderr
 from coordinator.supervisor import Supervisor
 from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
@@ -51,30 +52,6 @@ logger = logging.getLogger(__name__)
 # Activations are the only large objects, and each lives for one step.
 _OBJECT_STORE_BYTES = 256 * 2**20
 _CONNECT_TIMEOUT_S = 10.0
-# A decode must not block a question about health, and one thread must own the context.
-_CONCURRENCY_GROUPS = {"step": 1, "control": 1, "reports": 2, "health": 1}
-_GROUP_OF = {
-    "load": "step",
-    "prepare": "step",
-    "serve": "step",
-    "step": "step",
-    "step_logits": "step",
-    "lane_ends": "step",
-    "connect": "control",
-    "submit": "control",
-    "abort": "control",
-    "check": "control",
-    "close": "control",
-    "times": "control",
-    "reports": "reports",
-    "info": "health",
-    "pulse": "health",
-    "reset_peak": "health",
-    "loading": "health",
-    "node": "health",
-}
-_OFTEN = ("step", "pulse", "submit", "abort", "reports")
-"""Called all the time: a dashboard's record of each call would cost more than it tells."""
 _MAX_PENDING_CALLS = 64
 """To a stage behind the first. There are as many steps in flight as stages, and a few questions."""
 
@@ -147,6 +124,11 @@ class Mesh:
     reset_peaks: Callable[[], None]
     nodes: Sequence[str]
 
+    @property
+    def num_cells(self) -> int:
+        """Of the smallest pool."""
+        return min(info.capacity.num_cells for info in self.infos)
+
     def silent_stages(self) -> dict[int, str]:
         """The stages that cannot run a step, and what is wrong with each."""
         return why_silent(self.pulses())
@@ -180,12 +162,14 @@ def mesh(
     spread: bool = False,
     max_restarts: int = MAX_RESTARTS,
     on_load: OnLoad | None = None,
+    say: Say = say_on_stderr,
 ) -> Iterator[Mesh]:
     """Stages and engine, running: in a thread where there is one stage, else as Ray actors, each
     on a node of its own with ``spread`` and started again ``max_restarts`` times in 10 minutes.
 
     ``planned`` is the ceiling these stages were planned for, which holds unless they came out
-    smaller; without it ``parallel`` may lower what they have. ``on_load`` is told how far they are.
+    smaller; without it ``parallel`` may lower what they have. ``on_load`` is told how far they are,
+    ``say`` what they wait for.
     """
     plan_of = functools.partial(
         engine_plan,
@@ -198,7 +182,7 @@ def mesh(
         if is_local(specs):
             yield stack.enter_context(_local_mesh(specs[0], plan_of, on_load))
         else:
-            yield stack.enter_context(_ray_mesh(specs, plan_of, mesh_name, spread, on_load))
+            yield stack.enter_context(_ray_mesh(specs, plan_of, mesh_name, spread, on_load, say))
 
 
 def is_local(specs: Sequence[StageSpec]) -> bool:
@@ -265,9 +249,10 @@ def _ray_mesh(
     mesh_name: str,
     spread: bool,
     on_load: OnLoad | None,
+    say: Say,
 ) -> Iterator[Mesh]:
     with stage_actors(
-        specs, mesh_name=mesh_name, first=StageHead, spread=spread, on_load=on_load
+        specs, mesh_name=mesh_name, first=StageHead, spread=spread, on_load=on_load, say=say
     ) as (actors, infos):
         plan, limit = plan_of(infos)
         supervisor = Supervisor(actors, plan, Watchdog(STUCK_S))
@@ -293,10 +278,11 @@ def stage_actors(
     first: type[Any] = StageWorker,
     spread: bool = False,
     on_load: OnLoad | None = None,
+    say: Say = say_on_stderr,
 ) -> Iterator[tuple[list[Any], list[StageInfo]]]:
     """One loaded actor per spec, on the node it was planned for or else on as few as they fit or,
     with ``spread``, on one each; all ended on exit. The first is of class ``first``."""
-    group = reserve(specs, mesh_name=mesh_name, spread=spread)
+    group = reserve(specs, mesh_name=mesh_name, spread=spread, say=say)
     actors: list[Any] = []
     try:
         for spec in specs:
@@ -356,6 +342,21 @@ def gateway_actor(
             ray.kill(actor)
 
 
+def driver_actor(driver_class: type[Any], serve: Callable[[Any], None], *, mesh_name: str) -> Any:
+    """A driver of ``driver_class`` on this node, which outlives this process. It is not started again:
+    what it owned has ended with it."""
+    options: dict[str, Any] = {
+        "name": f"{mesh_name}_driver",
+        "namespace": mesh_name,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(_node_id(None), soft=False),
+    }
+    return ray.remote(driver_class).options(**options).remote(serve)
+
+
 @contextmanager
 def echoes(node_ids: Sequence[str]) -> Iterator[list[Any]]:
     """A stage without a model on each of these nodes, to measure what lies between them."""
@@ -388,8 +389,4 @@ def _node_id(node: str | None) -> str:
 
 
 def _actor_class(plain: type[Any]) -> Any:
-    for name, group in _GROUP_OF.items():
-        if hasattr(plain, name):
-            method = getattr(plain, name)
-            ray.method(concurrency_group=group, enable_task_events=name not in _OFTEN)(method)
-    return ray.remote(concurrency_groups=_CONCURRENCY_GROUPS)(plain)
+    return ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(with_groups(plain))

@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -22,8 +22,17 @@ _TIMEOUT_S = 600.0
 _NOTICE_S = 10.0
 _REMOVAL_S = 3.0
 
+Say = Callable[[str], None]
+"""Told, one line at a time, what a user is to know while there is nothing to see."""
 
-def reserve(specs: Sequence[StageSpec], *, mesh_name: str, spread: bool) -> PlacementGroup:
+
+def say_on_stderr(text: str) -> None:
+    print(f"skippy-mesh: {text}", file=sys.stderr, flush=True)
+
+
+def reserve(
+    specs: Sequence[StageSpec], *, mesh_name: str, spread: bool, say: Say = say_on_stderr
+) -> PlacementGroup:
     bundles = [{"CPU": float(spec.context.num_threads)} for spec in specs]
     strategy = "STRICT_SPREAD" if spread else "PACK"
     nodes = [{"ray.io/node-id": spec.node_id} if spec.node_id else {} for spec in specs]
@@ -35,7 +44,7 @@ def reserve(specs: Sequence[StageSpec], *, mesh_name: str, spread: bool) -> Plac
         return group
     try:
         why = why_unplaced(bundles, _free_resources(), spread=spread)
-        print(f"skippy-mesh: waiting for nodes: {why}", file=sys.stderr, flush=True)
+        say(f"waiting for nodes: {why}")
         if group.wait(max(deadline_s - time.monotonic(), 0)):
             return group
         why = why_unplaced(bundles, _free_resources(), spread=spread)

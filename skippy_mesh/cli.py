@@ -23,6 +23,7 @@ from skippy_mesh.arguments import Parser, add_foreign_flags, parse
 from skippy_mesh.commands_doctor import add_doctor_flags, run_doctor
 from skippy_mesh.commands_plan import add_plan_flags, show_plan
 from skippy_mesh.commands_status import add_status_flags, show_status
+from skippy_mesh.commands_stop import add_stop_flags, run_stop
 from skippy_mesh.errors import SkippyError, StageError, UsageError
 from skippy_mesh.planning import add_layout_flags, add_model_flag, planned
 from skippy_mesh.progress import byte_bar
@@ -72,6 +73,10 @@ def _build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     status = commands.add_parser("status", help="show how a running server is")
     add_status_flags(status)
     status.set_defaults(run=show_status)
+
+    stop = commands.add_parser("stop", help="end a mesh that runs on a Ray cluster")
+    add_stop_flags(stop)
+    stop.set_defaults(run=run_stop)
 
     doctor = commands.add_parser("doctor", help="say whether serve would start, and what to fix")
     add_doctor_flags(doctor)

@@ -44,6 +44,25 @@ class AdmissionLimits:
         return self.ceiling + self.max_queue
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueBounds:
+    """What is asked of the queue before it is known how many may run; None for what follows."""
+
+    max_queue: int | None = None
+    max_queue_tokens: int | None = None
+    queue_timeout_s: float = 0.0
+
+    def limits(self, *, ceiling: int, num_cells: int) -> AdmissionLimits:
+        """Over a mesh of so many sessions, whose smallest pool has so many cells."""
+        max_queue, max_tokens = self.max_queue, self.max_queue_tokens
+        return AdmissionLimits(
+            ceiling=ceiling,
+            max_queue=max(4 * ceiling, 16) if max_queue is None else max_queue,
+            max_queue_tokens=4 * num_cells if max_tokens is None else max_tokens,
+            queue_timeout_s=self.queue_timeout_s,
+        )
+
+
 def retry_after_s(wait_s: float) -> int:
     """What a client is told that would wait so long: whole seconds, from 1 to 60."""
     return min(max(math.ceil(wait_s), 1), MAX_RETRY_AFTER_S)

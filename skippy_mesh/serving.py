@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -26,14 +26,16 @@ from skippy_mesh.api_flags import (
     names_of,
     rules_of,
 )
+from skippy_mesh.detaching import Order, detach_order
 from skippy_mesh.errors import UsageError
-from skippy_mesh.places import AdmissionLimits
+from skippy_mesh.places import AdmissionLimits, QueueBounds
 from skippy_mesh.planning import (
     add_cache_flag,
     cluster_address,
     layout_of,
     planned,
     source_of,
+    stage_specs,
 )
 from skippy_mesh.starting import chosen_engine, open_mesh, ready_text, settings_of
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from coordinator.planner import Plan
     from skippy_mesh.gateway.rules import ApiRules
     from skippy_mesh.gateway.server import GatewaySpec, Running
+    from skippy_mesh.verdicts import Choice
     from stages.gguf_file import ModelFile
 
 _UNSHOWN = ("run", "command", "debug")
@@ -49,6 +52,10 @@ _OPEN = (
     "skippy-mesh: warning: {host} is not this machine alone and no key is needed: "
     "whoever reaches it may ask (--api-key, or --host 127.0.0.1)"
 )
+
+_IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for who runs in a submitted job
+_JOB_STOP = "RAY_JOB_STOP_WAIT_TIME_S"
+_JOB_STOP_S = 3.0
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +76,10 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gateway-node", metavar="NODE",
         help="the node of the Ray cluster that answers HTTP, by name, address or id (this one)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--detach", action="store_true",
+        help="serve on when this command has ended, until skippy-mesh stop (needs --address)",
     )  # fmt: skip
     _add_queue_flags(parser)
     parser.add_argument(
@@ -112,43 +123,38 @@ def _add_queue_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def serve_model(args: argparse.Namespace, model: ModelFile) -> None:
-    """Load ``model`` as ``args`` say and answer requests until a signal."""
+    """Load ``model`` as ``args`` say and answer requests until a signal; with ``--detach`` have an
+    actor do so, and return when it does."""
     from skippy_mesh.gateway.opening import saying_loading
     from skippy_mesh.gateway.server import listen, serve
 
-    if args.gateway_node is not None and not cluster_address(args):
-        raise UsageError("--gateway-node needs a Ray cluster to choose from (--address)")
-    settings_of(args)
-    check_web(args)
+    choice = _checked(args, model)
     rules = rules_of(args, model)
-    _admission(args, ceiling=1, num_cells=1)
-    choice = chosen_engine(args.engine, model)
-    engine = choice.engine
-    lanes = 1 if engine == "baseline" else args.parallel
+    lanes = 1 if choice.engine == "baseline" else args.parallel
     with ExitStack() as stack:
         plan = stack.enter_context(planned(args, model, lanes=lanes))
         _check_model_len(args.max_model_len, plan)
+        _check_name(args)
         sock = None
         if args.gateway_node is None:
             sock = stack.enter_context(closing(listen(args.host, args.port)))
         port = args.port if sock is None else sock.getsockname()[1]
-        spec = _gateway_spec(args, model, plan, port=port, engine=engine, rules=rules)
+        spec = _gateway_spec(args, model, plan, port=port, engine=choice.engine, rules=rules)
         if spec.is_open:
             print(_OPEN.format(host=args.host), file=sys.stderr)
+        if (warning := short_stop(os.environ, args.drain_s)) is not None:
+            print(f"skippy-mesh: warning: {warning}", file=sys.stderr)
         print(f"skippy_mesh is loading {model.paths[0].name}", flush=True)
+        if args.detach:
+            if sock is not None:
+                sock.close()  # it has shown that the port is free: the actor opens it
+            ready = detach_order(_order(args, model, plan, spec, choice))
+            print(ready + _end_text(args), end="", flush=True)
+            return
         with nullcontext() if sock is None else saying_loading(sock):
-            mesh = stack.enter_context(open_mesh(args, model, plan, engine=engine))
-        limits = _admission(
-            args,
-            ceiling=mesh.ceiling.value,
-            num_cells=min(info.capacity.num_cells for info in mesh.infos),
-        )
-        resolved = {
-            "parallel": limits.ceiling,
-            "max_queue": limits.max_queue,
-            "max_queue_tokens": limits.max_queue_tokens,
-        }
-        spec = replace(spec, config={**spec.config, **resolved})
+            mesh = stack.enter_context(open_mesh(args, model, plan, engine=choice.engine))
+        limits = bounds_of(args).limits(ceiling=mesh.ceiling.value, num_cells=mesh.num_cells)
+        spec = spec.with_limits(limits)
         gateway, url = stack.enter_context(_gateway(args, spec, mesh, limits, sock))
         serve(gateway, ready_text(mesh, choice, url))
 
@@ -161,6 +167,66 @@ def _check_model_len(asked: int | None, plan: Plan) -> None:
             f"--max-model-len {asked} is more than {plan.context}, {reason}: lower it"
             + (", or raise --ctx-size" if plan.context == plan.num_cells else "")
         )
+
+
+def _checked(args: argparse.Namespace, model: ModelFile) -> Choice:
+    """The engine, and :class:`UsageError` for flags that cannot be meant, before anything slow."""
+    if args.gateway_node is not None and not cluster_address(args):
+        raise UsageError("--gateway-node needs a Ray cluster to choose from (--address)")
+    if args.detach and not cluster_address(args):
+        raise UsageError(
+            "--detach needs a Ray cluster that is there when this command has ended (--address, or "
+            "RAY_ADDRESS): one of its own ends with it"
+        )
+    settings_of(args)
+    check_web(args)
+    bounds_of(args).limits(ceiling=1, num_cells=1)
+    choice = chosen_engine(args.engine, model)
+    if args.detach and choice.engine == "baseline":
+        raise UsageError(f"--detach needs --engine mesh; {choice.why}")
+    return choice
+
+
+def short_stop(environ: Mapping[str, str], drain_s: float) -> str | None:
+    """What is to be said where a job's stop would kill who still runs."""
+    stop_s = float(environ.get(_JOB_STOP) or _JOB_STOP_S)
+    if _IN_JOB not in environ or drain_s < stop_s:
+        return None
+    return (
+        f"ray job stop kills after {stop_s:g} s, and --drain-s is {drain_s:g}: submit with "
+        f'--runtime-env-json \'{{"env_vars": {{"{_JOB_STOP}": "{drain_s + 15:.0f}"}}}}\', or lower it'
+    )
+
+
+def _check_name(args: argparse.Namespace) -> None:
+    if cluster_address(args):
+        from coordinator.detached import check_name
+
+        check_name(args.mesh_name)
+
+
+def _order(
+    args: argparse.Namespace, model: ModelFile, plan: Plan, spec: GatewaySpec, choice: Choice
+) -> Order:
+    return Order(
+        mesh_name=args.mesh_name,
+        specs=stage_specs(args, model, plan),
+        settings=settings_of(args),
+        planned=plan.ceiling,
+        spread=args.spread,
+        choice=choice,
+        gateway=spec,
+        gateway_node=args.gateway_node,
+        bounds=bounds_of(args),
+        has_board=not args.no_ray_board,
+    )
+
+
+def _end_text(args: argparse.Namespace) -> str:
+    flags = "" if args.address is None else f" --address {args.address}"
+    if args.mesh_name != "skippy":
+        flags += f" --mesh-name {args.mesh_name}"
+    return f"It serves on by itself; to end it:\n  skippy-mesh stop{flags}\n"
 
 
 @contextmanager
@@ -195,12 +261,10 @@ def _gateway(
         yield gateway, gateway.start()
 
 
-def _admission(args: argparse.Namespace, *, ceiling: int, num_cells: int) -> AdmissionLimits:
-    max_queue, max_tokens = args.max_queue, args.max_queue_tokens
-    return AdmissionLimits(
-        ceiling=ceiling,
-        max_queue=max(4 * ceiling, 16) if max_queue is None else max_queue,
-        max_queue_tokens=4 * num_cells if max_tokens is None else max_tokens,
+def bounds_of(args: argparse.Namespace) -> QueueBounds:
+    return QueueBounds(
+        max_queue=args.max_queue,
+        max_queue_tokens=args.max_queue_tokens,
         queue_timeout_s=args.queue_timeout_s,
     )
 

@@ -125,7 +125,7 @@ def open_mesh(
 
 _READY = """\
 skippy_mesh ready on {url} (stages {num_stages}, ceiling {ceiling}, exact {exact})
-engine: {engine}
+{stages}engine: {engine}
 exact: {why} ({profile})
 Try it:
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -135,9 +135,14 @@ Try it:
 
 def ready_text(mesh: Mesh, engine: Choice, url: str) -> str:
     reason = mesh.why_inexact
+    stages = [
+        f"stage {info.index}: layers {info.first_layer}:{info.end_layer} on {node}\n"
+        for info, node in zip(mesh.infos, mesh.nodes, strict=True)
+    ]
     return _READY.format(
         url=url,
         num_stages=len(mesh.infos),
+        stages="".join(stages),
         ceiling=mesh.ceiling,
         exact="yes" if reason is None else "no",
         engine=engine.why,

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections import deque
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +91,35 @@ def ggml_base() -> ctypes.CDLL:
 
 
 def tap_path() -> Path:
-    """The compiled ``tap.c``."""
-    spec = importlib.util.find_spec("stages._tap")
+    """The compiled ``tap.c``. Sources that came alone, as ``ray job submit`` uploads them without what
+    git ignores, hide the package installed on the machine; then it is that one's."""
+    spec = importlib.util.find_spec("stages._tap") or PathFinder.find_spec(
+        "stages._tap", [str(Path(entry, "stages")) for entry in sys.path]
+    )
     if spec is None or spec.origin is None:
         raise RuntimeUnavailableError(
             "the compiled part of skippy_mesh is missing: install it with `pip install -e .` "
             "(or `make setup`), which needs a C compiler"
         )
-    return Path(spec.origin)
+    found = Path(spec.origin)
+    _check_source(found.parent)
+    return found
+
+
+def _check_source(folder: Path) -> None:
+    """A tap of other sources than these would be called with the wrong arguments."""
+    here = Path(__file__).parent
+    if folder == here:
+        return
+    try:
+        is_same = (folder / "tap.c").read_bytes() == (here / "tap.c").read_bytes()
+    except OSError:
+        is_same = False
+    if not is_same:
+        raise RuntimeUnavailableError(
+            f"skippy_mesh in {here.parent} is another version than the one installed in "
+            f"{folder.parent}, whose compiled part it needs: install the same on every node"
+        )
 
 
 @functools.cache

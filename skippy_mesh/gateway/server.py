@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import uvicorn
@@ -33,7 +33,7 @@ from skippy_mesh.gateway.rules import ApiRules
 from skippy_mesh.gateway.status import Served, status
 from skippy_mesh.gateway.token_stream import Limits
 from skippy_mesh.gateway.watch import Watch
-from skippy_mesh.places import Doorkeeper
+from skippy_mesh.places import AdmissionLimits, Doorkeeper
 from skippy_mesh.step_log import StepLog
 from skippy_mesh.telemetry import Telemetry
 from stages.download import local_model
@@ -109,6 +109,15 @@ class GatewaySpec:
         """Whether anybody who reaches this machine may ask."""
         return not self.key_digests and not is_loopback(self.host)
 
+    def with_limits(self, limits: AdmissionLimits) -> GatewaySpec:
+        """As it is once the mesh is there: what it may take is among what ``/status`` shows."""
+        resolved = {
+            "parallel": limits.ceiling,
+            "max_queue": limits.max_queue,
+            "max_queue_tokens": limits.max_queue_tokens,
+        }
+        return replace(self, config={**self.config, **resolved})
+
 
 class Closes(Protocol):
     def close(self) -> None: ...
@@ -175,14 +184,17 @@ class GatewayServer:
         scheme = "http" if spec.ssl_certfile is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
-    def stop(self) -> None:
-        """Refuse what is new and what is in the queue, let run what runs for ``drain_s``, then
-        abort it; the second call aborts at once. Does not wait."""
+    def stop(self, drain_s: float | None = None) -> float:
+        """Refuse what is new and what is in the queue, let run what runs for ``drain_s``, by default
+        the spec's, then abort it; the second call aborts at once. Does not wait: the answer is how
+        many seconds it may take."""
         if self._is_draining:
             threading.Thread(target=self._end_engine, name="abort", daemon=True).start()
-            return
+            return float(_ABORT_S)
         self._is_draining = True
-        threading.Thread(target=self._drain, name="drain", daemon=True).start()
+        limit_s = self._spec.drain_s if drain_s is None else drain_s
+        threading.Thread(target=self._drain, args=(limit_s,), name="drain", daemon=True).start()
+        return limit_s + _ABORT_S
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether the gateway has ended, after ``timeout_s`` at most."""
@@ -228,9 +240,9 @@ class GatewayServer:
         self._mesh.reset_peaks()
         self._watch.look()
 
-    def _drain(self) -> None:
+    def _drain(self, limit_s: float) -> None:
         self._app.state.refuse_waiting()
-        deadline_s = time.monotonic() + self._spec.drain_s
+        deadline_s = time.monotonic() + limit_s
         while self._client.num_open and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         # Streams end with a reason. What uvicorn cancels would break off, with a traceback.
@@ -299,7 +311,7 @@ class GatewayServer:
 class Running(Protocol):
     """A gateway as the driver sees it, in this process or another."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> float | None: ...
     def wait(self, timeout_s: float) -> bool: ...
 
 

@@ -6,11 +6,17 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
+import subprocess
+import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import llama_cpp
 import pytest
+
+from stages.native import tap_path
 
 # What the environment says, before each test gets a cache of its own.
 REAL_CACHE = os.environ.get("SKIPPY_CACHE_DIR")
@@ -52,3 +58,39 @@ def test_a_source_that_is_not_the_pinned_one_is_refused(wheel, tmp_path):
     (tmp_path / wheel.SDIST_NAME).write_bytes(b"something else")
     with pytest.raises(SystemExit, match="not the pinned source"):
         wheel.fetch_sdist(tmp_path)
+
+
+# Without site no editable install is known: the machine has what is in the folders given, no more.
+LOAD_TAP = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from stages.native import tap_library, tap_path
+tap_library()
+print(tap_path())
+"""
+
+
+def test_uploaded_sources_take_the_installed_tap_of_the_same_version_only(tmp_path):
+    """As ``ray job submit --working-dir .`` leaves them: without what git ignores."""
+    tap = tap_path()
+    uploaded, installed = tmp_path / "uploaded", tmp_path / "installed"
+    for name in ("stages", "skippy_mesh"):
+        ignored = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(tap.parents[1] / name, uploaded / name, ignore=ignored)
+    folders = [str(uploaded), str(installed), sysconfig.get_paths()["purelib"]]
+
+    def load():
+        command = [sys.executable, "-S", "-c", LOAD_TAP, *folders]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    assert "compiled part of skippy_mesh is missing" in load().stderr
+    (installed / "stages").mkdir(parents=True)
+    for file in (tap, tap.with_name("tap.c")):
+        shutil.copy(file, installed / "stages")
+    done = load()
+    assert (done.returncode, done.stdout) == (0, f"{installed / 'stages' / tap.name}\n"), (
+        done.stderr
+    )
+    with (installed / "stages" / "tap.c").open("a") as source:
+        source.write("/* of another day */\n")
+    assert "another version than the one installed in" in load().stderr

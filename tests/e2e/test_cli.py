@@ -224,6 +224,7 @@ FAILURES = {
     "address of no Ray": ((*GENERATE, "--stages", "2", "--address", "127.0.0.1:1"), ":1"),
     "address of a mute": ((*GENERATE, "--stages", "2", "--address", "127.0.0.1:{port}"), "Ray"),
     "address of no form": ((*GENERATE, "--stages", "2", "--address", "nonsense"), "nonsense"),
+    "stop where no Ray is": (("stop", "--address", "127.0.0.1:1"), ":1"),
     "pool beyond memory": ((*GENERATE, "--ctx-size", "2000000000"), "--ctx-size"),
     "model beyond memory": ((*GENERATE, "--memory-fraction", "0.001"), "for layers 0:30, by its"),
 }
@@ -246,6 +247,8 @@ USAGES = {
     "policy of no name": (("serve", "demo", "--preemption-policy", "luck"), "luck"),
     "nobody running": (("serve", "demo", "--pin-running", "0"), "running must be at least 1"),
     "no time between tokens": (("serve", "demo", "--inter-token-ms", "0"), "must be positive"),
+    "detached from nothing": (("serve", "demo", "--detach"), "--address"),
+    "no time to drain": (("stop", "--drain-s", "-1"), "0 or more, got -1"),
     "log in no folder": (("serve", "demo", "--port", "0", "--step-log", "/no/log"), "/no/log"),
     "temperature 9": ((*GENERATE, "--temp", "9"), "temperature"),
     "temperature nan": ((*GENERATE, "--temp", "nan"), "temperature"),

@@ -22,7 +22,7 @@ from skippy_mesh.errors import RequestError, UsageError
 from skippy_mesh.gateway.errors import digests_of
 from skippy_mesh.gateway.server import GatewaySpec, is_loopback
 from skippy_mesh.gateway.tools import SYNTAXES
-from skippy_mesh.serving import _admission, _check_model_len, _shown
+from skippy_mesh.serving import _check_model_len, _shown, bounds_of, short_stop
 from skippy_mesh.starting import settings_of
 from stages.gguf_file import ModelFile
 
@@ -45,14 +45,14 @@ def flags(*arguments):
     ],
 )
 def test_the_queue_is_four_times_what_runs_and_four_pools_of_tokens(arguments, ceiling, bounds):
-    limits = _admission(flags(*arguments), ceiling=ceiling, num_cells=4096)
+    limits = bounds_of(flags(*arguments)).limits(ceiling=ceiling, num_cells=4096)
     assert (limits.max_queue, limits.max_queue_tokens) == bounds
     assert (limits.ceiling, limits.queue_timeout_s) == (ceiling, 0)
 
 
 def test_a_bound_below_zero_is_refused_before_anything_is_loaded():
     with pytest.raises(UsageError, match="--max-queue must be 0 or more, got -1"):
-        _admission(flags("--max-queue", "-1"), ceiling=1, num_cells=1)
+        bounds_of(flags("--max-queue", "-1")).limits(ceiling=1, num_cells=1)
 
 
 @pytest.mark.parametrize(
@@ -166,3 +166,18 @@ def test_a_template_of_the_operators_stands_for_the_models(tmp_path):
 def test_a_certificate_that_cannot_be_used_is_refused_at_the_start(arguments):
     with pytest.raises(UsageError, match="--ssl-"):
         check_web(flags(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("environ", "drain_s", "says"),
+    [
+        ({}, 60, None),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, 2, None),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, 5, "kills after 3 s, and --drain-s is 5"),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}", "RAY_JOB_STOP_WAIT_TIME_S": "60"}, 5, None),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}", "RAY_JOB_STOP_WAIT_TIME_S": "9"}, 9, '"24"'),
+    ],
+)
+def test_a_job_whose_stop_would_kill_who_still_runs_is_warned_of(environ, drain_s, says):
+    warning = short_stop(environ, drain_s)
+    assert warning is None if says is None else says in warning
