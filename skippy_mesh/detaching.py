@@ -1,5 +1,5 @@
-"""``serve --detach``: what is decided before anything is loaded is an :class:`Order`, which an actor
-of the cluster then serves."""
+"""``serve --detach``: what is decided before anything is loaded is an :class:`Order`, which an
+actor of the cluster then serves."""
 
 from __future__ import annotations
 
