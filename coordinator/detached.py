@@ -1,7 +1,7 @@
 """A mesh that outlives the command that started it, because its driver is an actor.
 
-The driver alone is detached. It owns stages, coordinator, gateway and placement group as a driver in
-a terminal does, so whatever ends it takes them along, and nothing can be left behind.
+The driver alone is detached. It owns stages, coordinator, gateway and placement group as a driver
+in a terminal does, so whatever ends it takes them along, and nothing can be left behind.
 """
 
 from __future__ import annotations
@@ -167,11 +167,9 @@ def _drain(mesh_name: str, drain_s: float | None) -> float:
     """What that takes at most; 0 where nobody answers, who then has nobody to finish."""
     try:
         gateway = _actor(mesh_name, "gateway_0")
-        return (
-            0.0
-            if gateway is None
-            else float(ray.get(gateway.stop.remote(drain_s), timeout=_ANSWER_S))
-        )
+        if gateway is None:
+            return 0.0
+        return float(ray.get(gateway.stop.remote(drain_s), timeout=_ANSWER_S))
     except (ray.exceptions.RayError, TimeoutError) as error:
         logger.warning("the gateway does not answer: %s", first_line(error))
         return 0.0

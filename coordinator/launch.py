@@ -1,7 +1,8 @@
 """Start a mesh on Ray: the cluster, the placement group, its actors, and their end.
 
 The only place where classes become actors. A driver, which may be one itself, owns everything it
-starts, so nothing outlives it, and it waits with a limit and says what is missing instead of hanging.
+starts, so nothing outlives it, and it waits with a limit and says what is missing instead of
+hanging.
 """
 
 from __future__ import annotations
@@ -342,9 +343,11 @@ def gateway_actor(
             ray.kill(actor)
 
 
-def driver_actor(driver_class: type[Any], serve: Callable[[Any], None], *, mesh_name: str) -> Any:
-    """A driver of ``driver_class`` on this node, which outlives this process. It is not started again:
-    what it owned has ended with it."""
+def driver_actor(
+    driver_class: type[Any], serve: Callable[[Any], None], *, mesh_name: str
+) -> Any:
+    """A driver of ``driver_class`` on this node, which outlives this process. It is not started
+    again: what it owned has ended with it."""
     options: dict[str, Any] = {
         "name": f"{mesh_name}_driver",
         "namespace": mesh_name,

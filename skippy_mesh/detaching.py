@@ -1,5 +1,5 @@
-"""``serve --detach``: what is decided before anything is loaded is an :class:`Order`, and whoever has
-one can serve it, on this machine or as an actor of the cluster."""
+"""``serve --detach``: what is decided before anything is loaded is an :class:`Order`, which an
+actor of the cluster then serves."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A mesh to be served. Its gateway is on ``gateway_node``, or where the driver is; ``has_board``
-    is whether Ray is told its numbers."""
+    """A mesh to be served. Its gateway is on ``gateway_node``, or where the driver is;
+    ``has_board`` is whether Ray is told its numbers."""
 
     mesh_name: str
     specs: Sequence[StageSpec]

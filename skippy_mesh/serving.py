@@ -192,9 +192,10 @@ def short_stop(environ: Mapping[str, str], drain_s: float) -> str | None:
     stop_s = float(environ.get(_JOB_STOP) or _JOB_STOP_S)
     if _IN_JOB not in environ or drain_s < stop_s:
         return None
+    needed = f'{{"env_vars": {{"{_JOB_STOP}": "{drain_s + 15:.0f}"}}}}'
     return (
         f"ray job stop kills after {stop_s:g} s, and --drain-s is {drain_s:g}: submit with "
-        f'--runtime-env-json \'{{"env_vars": {{"{_JOB_STOP}": "{drain_s + 15:.0f}"}}}}\', or lower it'
+        f"--runtime-env-json '{needed}', or lower it"
     )
 
 

@@ -91,8 +91,8 @@ def ggml_base() -> ctypes.CDLL:
 
 
 def tap_path() -> Path:
-    """The compiled ``tap.c``. Sources that came alone, as ``ray job submit`` uploads them without what
-    git ignores, hide the package installed on the machine; then it is that one's."""
+    """The compiled ``tap.c``. Sources that came alone, as ``ray job submit`` uploads them without
+    what git ignores, hide the package installed on the machine; then it is that one's."""
     spec = importlib.util.find_spec("stages._tap") or PathFinder.find_spec(
         "stages._tap", [str(Path(entry, "stages")) for entry in sys.path]
     )

@@ -185,9 +185,9 @@ class GatewayServer:
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def stop(self, drain_s: float | None = None) -> float:
-        """Refuse what is new and what is in the queue, let run what runs for ``drain_s``, by default
-        the spec's, then abort it; the second call aborts at once. Does not wait: the answer is how
-        many seconds it may take."""
+        """Refuse what is new and what is in the queue, let run what runs for ``drain_s``, by
+        default the spec's, then abort it; the second call aborts at once. Does not wait: the answer
+        is how many seconds it may take."""
         if self._is_draining:
             threading.Thread(target=self._end_engine, name="abort", daemon=True).start()
             return float(_ABORT_S)

@@ -88,9 +88,8 @@ def test_uploaded_sources_take_the_installed_tap_of_the_same_version_only(tmp_pa
     for file in (tap, tap.with_name("tap.c")):
         shutil.copy(file, installed / "stages")
     done = load()
-    assert (done.returncode, done.stdout) == (0, f"{installed / 'stages' / tap.name}\n"), (
-        done.stderr
-    )
+    found = f"{installed / 'stages' / tap.name}\n"
+    assert (done.returncode, done.stdout) == (0, found), done.stderr
     with (installed / "stages" / "tap.c").open("a") as source:
         source.write("/* of another day */\n")
     assert "another version than the one installed in" in load().stderr

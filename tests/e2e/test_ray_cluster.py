@@ -1,4 +1,4 @@
-"""A cluster that somebody else started: a submitted job, a mesh that is detached, and the end of both.
+"""A cluster that somebody else started: a submitted job, a detached mesh, and the end of both.
 
 Without these a job runs out of what was uploaded, or a mesh that nobody sees any more keeps memory,
 CPUs and a port.

@@ -1,5 +1,5 @@
-"""What KubeRay is given. No cluster is here to try it on, so each field that was promised is looked at,
-and every command is parsed as it will be."""
+"""What KubeRay is given. No cluster is here to try it on, so each field that was promised is
+looked at, and every command is parsed as it will be."""
 
 from __future__ import annotations
 
