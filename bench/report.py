@@ -67,7 +67,7 @@ def where(head: Mapping[str, Any]) -> str:
     state = ", with changes" if head.get("dirty") else ""
     return (
         f"{head['date'][:10]}, commit {str(head['commit'])[:7]}{state}, "
-        f"{machine['cores']} cores of a {machine['cpu']}, "
+        f"{machine['cores']} cores ({machine['cpu']}), "
         f"`bench gate --{settings['mode']}`: {settings['stages']} stages of "
         f"{head['threads_a_stage']} thread, {settings['rounds']} paired rounds, "
         f"{' '.join(settings['mixes'])}; new engine / single lane, medians"

@@ -61,7 +61,7 @@ class Settings:
     num_alone: int  # answers that must be the same alone, in a crowd and from the old engine
     exact_clients: int = 16  # of that crowd
     min_requests: int = 8  # of a point; below this a median says little
-    lone_requests: int = 16  # of a point with one client, whose median first token is judged
+    lone_requests: int = 12  # of a point with one client, whose median first token is judged
     max_queue: int = 64  # of the mesh: with 32 lanes, 64 clients are all let in and 128 are not
     long_tokens: int = 2000
     prefix_tokens: int = 512
