@@ -30,13 +30,13 @@ MARGINS = Margins()
 # Points end with their requests, never with their time: this machine may be slow.
 SETTINGS = replace(
     QUICK, point_seconds=60.0, requests_per_client=1, overload_seconds=1.0, drain_seconds=60.0,
-    num_alone=2, exact_clients=2, min_requests=4, max_queue=4, long_tokens=40, prefix_tokens=24,
-    prefix_clients=2,
+    num_alone=2, exact_clients=2, min_requests=4, lone_requests=4, max_queue=4, long_tokens=40,
+    prefix_tokens=24, prefix_clients=2,
     margins=Margins(crowd=8),
 )  # fmt: skip
 ONCE = replace(SETTINGS, rounds=1)
 CURVE = Case(name="dense", family="dense", levels=(1, 8), is_whole=False)
-OLD_S = 0.1
+OLD_S = 0.2
 STALL_S = 0.3  # long enough for eight requests to be open at once
 
 

@@ -85,7 +85,7 @@ def test_a_report_is_one_file_a_picture_a_block_and_a_table(tmp_path: Path) -> N
     assert 'src="http' not in page and "href" not in page and "x &lt;N=32&gt;" in page
     table = readme.read_text()
     assert table.startswith("before\n") and table.endswith("after\n") and "\nold\n" not in table
-    assert "2026-11-30, commit c0ffee1, 2 cores of a EPYC" in table
+    assert "2026-11-30, commit c0ffee1, 2 cores (EPYC)" in table
     assert (
         "| dense | **fail** | 11.0 / 10.0 | 321.0 / 10.0 | 0.0 / 0.1 | 5.0 / 5.0 | 0.10 | a / b |"
         in table
