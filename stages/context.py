@@ -138,8 +138,9 @@ class StageContext:
         """
         self._check_owner()
         reached = check_rows(
-            rows, self._lanes.next_positions, max_rows=self.max_rows, num_embd=self.num_embd
-        )
+            rows, self._lanes.next_position,
+            num_lanes=self.num_lanes, max_rows=self.max_rows, num_embd=self.num_embd,
+        )  # fmt: skip
         padding = self._padding(rows, len(reached))
         self._lanes.reserve(rows.num_rows, len(padding.lanes))
         inputs = self._buffer.fill(rows, padding, all_outputs=not self._is_last)
