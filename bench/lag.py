@@ -2,7 +2,9 @@
 
 How long after the last stage's answer a token's chunk is with its client, over a real socket, as
 a share of the step that sampled it. N clients stream at once; each chunk belongs to the last step
-that was answered before it came, by the step log, whose clock is this machine's.
+that was answered before it came, by the step log, whose clock is this machine's. A chunk has come
+when its bytes are out of the socket: what a client then does with them is its own affair, and a
+library for HTTP takes about as long as the rest of the way.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import asyncio
 import json
 import statistics
 import tempfile
+import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import httpx
+from urllib.parse import urlsplit
 
 from bench.figures import percentile
-from bench.gap import times_of
+from bench.load import Stream
 from bench.machine import commit, machine_facts
 from bench.servers import mesh_command, running
 from bench.steplog import Step, StepLog
@@ -29,11 +31,53 @@ LEVELS = (1, 8, 32)
 TARGET_SHARE = 0.05  # at N = 1
 
 
+class Arrivals(asyncio.Protocol):
+    """An answer, each piece with the time at which the socket had it, until its end."""
+
+    def __init__(self, body: Mapping[str, object]):
+        self._body = json.dumps(body).encode()
+        self._pieces: list[tuple[float, bytes]] = []
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        # 1.0, so that the answer's body comes as it is, not in chunks with lengths.
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(self._body)}\r\n\r\n"
+        transport.write(head.encode() + self._body)
+
+    def data_received(self, data: bytes) -> None:
+        self._pieces.append((time.monotonic(), data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(None)
+
+    def stream(self) -> Stream:
+        stream, left = Stream(), b""
+        for now_s, data in self._pieces:
+            *lines, left = (left + data).split(b"\n")
+            for line in lines:
+                stream.feed(line.decode(), now_s)
+        return stream
+
+
+async def times_of(url: str, workload: Workload, index: int) -> list[float]:
+    """When each chunk of one answer came."""
+    server = urlsplit(url)
+    assert server.hostname is not None and server.port is not None
+    arrivals = Arrivals(workload.body(index))
+    await asyncio.get_running_loop().create_connection(
+        lambda: arrivals, server.hostname, server.port
+    )
+    await arrivals.ended
+    stream = arrivals.stream()
+    if (problem := stream.verdict(workload.output_tokens)) is not None:
+        raise RuntimeError(problem)
+    return stream.chunk_times_s
+
+
 async def stream_all(url: str, workload: Workload, num_clients: int) -> list[float]:
     """When each chunk of all answers came."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        found = await asyncio.gather(*(times_of(client, workload, k) for k in range(num_clients)))
+    found = await asyncio.gather(*(times_of(url, workload, k) for k in range(num_clients)))
     return sorted(time_s for times in found for time_s in times)
 
 

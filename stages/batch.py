@@ -7,7 +7,7 @@ and dies on others (more rows than n_batch), so nothing reaches it unchecked.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import llama_cpp
@@ -36,11 +36,16 @@ class Rows:
 
 
 def check_rows(
-    rows: Rows, next_positions: Sequence[int], *, max_rows: int, num_embd: int
+    rows: Rows,
+    next_position: Callable[[int], int],
+    *,
+    num_lanes: int,
+    max_rows: int,
+    num_embd: int,
 ) -> dict[int, int]:
     """The next position of every lane in ``rows`` once they are computed.
 
-    ``next_positions[lane]`` is one past the lane's last computed position. Raises
+    ``next_position`` is one past a lane's last computed position. Raises
     :class:`InvalidBatchError` unless every lane exists and continues without gap or repeat.
     """
     num_rows = rows.num_rows
@@ -59,9 +64,9 @@ def check_rows(
         raise InvalidBatchError("inputs hold a value that is not finite")
     reached: dict[int, int] = {}
     for lane, position in zip(rows.lanes, rows.positions, strict=True):
-        if not 0 <= lane < len(next_positions):
-            raise InvalidBatchError(f"lane {lane} is not in [0, {len(next_positions)})")
-        expected = reached.get(lane, next_positions[lane])
+        if not 0 <= lane < num_lanes:
+            raise InvalidBatchError(f"lane {lane} is not in [0, {num_lanes})")
+        expected = reached[lane] if lane in reached else next_position(lane)
         if position != expected:
             raise InvalidBatchError(
                 f"lane {lane} continues at position {expected}, the batch says {position}"

@@ -28,7 +28,6 @@ from skippy_mesh.config import (
 from skippy_mesh.errors import (
     DecodeError,
     InvalidBatchError,
-    ModelFileError,
     NoRoomError,
     RuntimeUnavailableError,
 )
@@ -36,15 +35,9 @@ from skippy_mesh.messages import MAX_LANES, Copy, Remove
 from skippy_mesh.sizes import available_bytes
 from stages.batch import BatchBuffer, Floats, Rows, check_rows
 from stages.memory import LaneMemory
-from stages.native import (
-    address_of,
-    allow_tiled_kernels,
-    ggml_base,
-    last_error,
-    load_library,
-    tap_library,
-)
+from stages.native import address_of, ggml_base, last_error, tap_library
 from stages.profile import PLAIN, Padding, Profile, pad_plan
+from stages.weights import Weights
 
 _KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}  # enum ggml_type
 _FLASH_ATTENTION_ON = 1
@@ -62,22 +55,22 @@ class StageMemory:
 
 
 class StageContext:
-    """A slice of a model with its KV pool.
+    """A slice of a model with its KV pool. ``source`` is its file or, shared with others and not
+    closed here, its weights.
 
     ``is_last`` decides what :meth:`decode` returns: logits on the last stage, the last layer's
     hidden states on any other. ``scaled_input`` names the graph node over which the rows are
     written unscaled (a later stage of a family that scales its input). Without ``takes_rows`` the
     graph is fed a token id for each, over whose embedding the row is written. ``is_recurrent``
     families take decode rows or one lane's chunk in a step, never both. ``profile`` is the whole
-    mesh's. ``weights_of`` shares another's loaded weights, and must be closed before it. With
-    ``stop_after_layers``, not on the last stage, the hidden states are those behind so many layers
-    and the rest is not computed. A last stage that ``keeps_hidden`` has those of its outputs in
-    ``hidden`` after each decode.
+    mesh's. With ``stop_after_layers``, not on the last stage, the hidden states are those behind so
+    many layers and the rest is not computed. A last stage that ``keeps_hidden`` has those of its
+    outputs in ``hidden`` after each decode.
     """
 
     def __init__(
         self,
-        path: Path,
+        source: Path | Weights,
         config: ContextConfig,
         *,
         is_last: bool,
@@ -85,24 +78,21 @@ class StageContext:
         scaled_input: str = "",
         takes_rows: bool = True,
         profile: Profile = PLAIN,
-        weights_of: StageContext | None = None,
         stop_after_layers: int | None = None,
         keeps_hidden: bool = False,
     ):
-        load_library()
-        allow_tiled_kernels(profile.tiled)
         self._owner = threading.get_ident()
         self._is_last = is_last
         self._is_recurrent = is_recurrent
         self._profile = profile
         restored = scaled_input if takes_rows else _LOOKED_UP
         self._restores_input = bool(restored)
-        self._owns_model = weights_of is None
-        self._model: int = weights_of._model if weights_of else self._load_model(path)
-        self.num_embd: int = llama_cpp.llama_model_n_embd(self._model)
-        self.num_layers: int = llama_cpp.llama_model_n_layer(self._model)
-        vocab = llama_cpp.llama_model_get_vocab(self._model)
-        self.num_vocab: int = llama_cpp.llama_vocab_n_tokens(vocab)
+        self._owns_weights = not isinstance(source, Weights)
+        weights = source if isinstance(source, Weights) else Weights(source, profile)
+        self._weights = weights
+        self.num_embd = weights.num_embd
+        self.num_layers = weights.num_layers
+        self.num_vocab = weights.num_vocab
         self.keeps_hidden = keeps_hidden
         self._taps_rows = keeps_hidden or not is_last
         self.hidden = _NO_ROWS
@@ -131,7 +121,7 @@ class StageContext:
             num_cells=self.num_cells,
             pool_size=pool,
             is_recurrent=is_recurrent,
-            window=llama_cpp.llama_model_n_swa(self._model),
+            window=weights.window,
         )
         self.native_s = 0.0  # spent inside llama_decode, in all
         self.num_decodes = 0
@@ -148,8 +138,9 @@ class StageContext:
         """
         self._check_owner()
         reached = check_rows(
-            rows, self._lanes.next_positions, max_rows=self.max_rows, num_embd=self.num_embd
-        )
+            rows, self._lanes.next_position,
+            num_lanes=self.num_lanes, max_rows=self.max_rows, num_embd=self.num_embd,
+        )  # fmt: skip
         padding = self._padding(rows, len(reached))
         self._lanes.reserve(rows.num_rows, len(padding.lanes))
         inputs = self._buffer.fill(rows, padding, all_outputs=not self._is_last)
@@ -212,7 +203,7 @@ class StageContext:
 
     def memory(self) -> StageMemory:
         return StageMemory(
-            weight_bytes=llama_cpp.llama_model_size(self._model),
+            weight_bytes=self._weights.num_bytes,
             context_bytes=self._context_bytes,
             rss_bytes=_rss_bytes(),
         )
@@ -226,18 +217,10 @@ class StageContext:
 
     def _free(self) -> None:
         """What the context was built from."""
-        if self._owns_model:
-            llama_cpp.llama_model_free(self._model)
+        if self._owns_weights:
+            self._weights.close()
         if self._tap:
             tap_library().tap_free(self._tap)
-
-    def _load_model(self, path: Path) -> int:
-        params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = self._profile.repack
-        model: int | None = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-        if not model:
-            raise ModelFileError(f"{path}: llama.cpp cannot load it: {last_error()}")
-        return model
 
     def _new_context(self, config: ContextConfig) -> int:
         self._check_fits(config)
@@ -259,7 +242,7 @@ class StageContext:
                 address_of(tap_library().tap_eval), llama_cpp.ggml_backend_sched_eval_callback
             )
             params.cb_eval_user_data = self._tap
-        context: int | None = llama_cpp.llama_init_from_model(self._model, params)
+        context: int | None = llama_cpp.llama_init_from_model(self._weights.model, params)
         if not context:
             raise RuntimeUnavailableError(
                 f"llama.cpp cannot create a context of {config.num_cells} cells "
@@ -270,8 +253,9 @@ class StageContext:
     def _check_fits(self, config: ContextConfig) -> None:
         """llama.cpp touches all of a pool when it creates it: one beyond memory would not fail but
         push every process of this machine out."""
-        head_width = self.num_embd // max(1, llama_cpp.llama_model_n_head(self._model))
-        num_values = 2 * self.num_layers * head_width * llama_cpp.llama_model_n_head_kv(self._model)
+        model = self._weights.model
+        head_width = self.num_embd // max(1, llama_cpp.llama_model_n_head(model))
+        num_values = 2 * self.num_layers * head_width * llama_cpp.llama_model_n_head_kv(model)
         num_bytes = kv_bytes(config.kv_type, num_values) + BYTES_PER_CELL
         need = pool_size(config.num_cells, pad=self._profile.pad) * num_bytes
         free = available_bytes()

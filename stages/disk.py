@@ -14,6 +14,8 @@ from typing import BinaryIO
 
 from skippy_mesh.errors import ModelFileError, NoSpaceError
 
+_NUM_DIGITS = 64  # of a sha256 in hex
+
 
 def cache_dir() -> Path:
     root = os.environ.get("SKIPPY_CACHE_DIR")
@@ -126,15 +128,31 @@ def fingerprint(paths: Sequence[Path]) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
+def known_digest(paths: Sequence[Path]) -> str | None:
+    """What :func:`content_digest` has found for these files before."""
+    try:
+        return _digest_memo(paths).read_text()
+    except OSError:
+        return None
+
+
 def content_digest(paths: Sequence[Path]) -> str:
-    """sha256 of the files' bytes in order, in hex. Remembered, so a second start reads nothing."""
-    memo = cache_dir() / "digests" / fingerprint(paths)
-    with suppress(OSError):
-        return memo.read_text()
+    """sha256 of the files' bytes in order, in hex. Remembered, so a second start reads nothing, and
+    of several who ask at once, stages of a machine or threads, one reads and the others wait."""
+    with suppress(ModelFileError):  # the memo's: what goes wrong with the files is an OSError below
+        write_whole(
+            _digest_memo(paths), _NUM_DIGITS, lambda memo: memo.write(_digest(paths)), reuse=True
+        )
+    return known_digest(paths) or _digest(paths).decode()
+
+
+def _digest_memo(paths: Sequence[Path]) -> Path:
+    return cache_dir() / "digests" / fingerprint(paths)
+
+
+def _digest(paths: Sequence[Path]) -> bytes:
     sha256 = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
             hashlib.file_digest(file, lambda: sha256)
-    digest = sha256.hexdigest()
-    write_text(memo, digest)
-    return digest
+    return sha256.hexdigest().encode()

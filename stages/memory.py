@@ -61,10 +61,9 @@ class LaneMemory:
         self.num_compactions = 0
         self._top = 0  # cells below this one have been handed out since the last compaction
 
-    @property
-    def next_positions(self) -> list[int]:
-        """Of each lane, one past its last position."""
-        return [self._holdings.held(lane) for lane in range(self._num_lanes)]
+    def next_position(self, lane: int) -> int:
+        """One past the last position of ``lane``."""
+        return self._holdings.held(lane)
 
     def check_room(self, num_rows: int, operations: Sequence[Copy | Remove] = ()) -> None:
         """:class:`NoRoomError` unless ``num_rows`` fit once ``operations`` are done."""

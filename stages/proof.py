@@ -1,39 +1,96 @@
-"""Whether a loaded stage may call itself exact, and if not, why."""
+"""Whether a stage may call itself exact, and if not, why; found out beside the rest of loading.
+
+The self-test needs a few layers of the model and the processors. Loading waits for other things: a
+disk that reads the file, a disk that writes the slice, the one thread that digests the whole file.
+So the test has a thread of its own from the moment on at which the kernels are chosen. So has the
+digest, which only names the verdict. Loading waits for both in the end.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
 from skippy_mesh.config import EXACT_KV_TYPES
 from stages import selftest
+from stages.native import load_library
+from stages.part import Part
 from stages.probe import machine_key
 from stages.profile import matrix_types
-from stages.views import Loaded, views_of
+from stages.selftest import Verdict
+from stages.views import GetWeights, views_of
+from stages.weights import Weights
 
 
-def why_unprovable(stage: Loaded) -> str | None:
+def why_unprovable(part: Part) -> str | None:
     """Why no test could show that this stage is exact."""
-    model, config = stage.model, stage.spec.context
+    family, config = part.model.family, part.spec.context
     if not config.exact:
         return "switched off (--exact off)"
-    if not model.family.is_proven:
-        return f"nothing is proven of architecture {model.architecture} (--allow-unproven)"
+    if not family.is_proven:
+        return f"nothing is proven of architecture {part.model.architecture} (--allow-unproven)"
     if config.kv_type not in EXACT_KV_TYPES:
         return f"with {config.kv_type} KV, attention rounds by the shape of a step"
     return None
 
 
-def verdict_key(stage: Loaded) -> tuple[str, ...]:
-    """What a verdict holds for. Once per machine this reads the whole file, for its digest."""
-    spec, config = stage.spec, stage.spec.context
-    return (
-        stage.model.digest, f"{spec.first_layer}:{spec.end_layer}", machine_key(),
-        config.kv_type, str(config.num_threads), repr(stage.profile),
-    )  # fmt: skip
+class Proof:
+    """Of one stage, begun with the block; :meth:`lend` it the weights as soon as they are loaded.
+    When the block ends, nothing of it runs any more."""
+
+    def __init__(self, part: Part):
+        self._part = part
+        self._weights: Future[Weights] = Future()
+        self._verdict: Future[str | None] = Future()
+        self._pool = ThreadPoolExecutor(2, "proof")
+
+    def __enter__(self) -> Proof:
+        reason = why_unprovable(self._part)
+        if reason is None:
+            load_library()
+            # Who needs it asks again, and meets what went wrong.
+            self._pool.submit(getattr, self._part.model, "digest")
+            self._verdict = self._pool.submit(_why_inexact, self._part, self._weights.result)
+        else:
+            self._verdict.set_result(reason)
+        return self
+
+    def lend(self, weights: Weights) -> None:
+        self._weights.set_result(weights)
+
+    def why_inexact(self) -> str | None:
+        """None if company does not change a row's bits. Waits for the test."""
+        return self._verdict.result()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._weights.cancel()  # they will not come
+        self._pool.shutdown()
 
 
-def why_inexact(stage: Loaded, key: tuple[str, ...]) -> str | None:
-    model, config = stage.model, stage.spec.context
-    failure = selftest.verdict(key, views_of(stage), config, is_recurrent=model.family.is_recurrent)
-    if failure is None:
+def _why_inexact(part: Part, weights: GetWeights) -> str | None:
+    model, config = part.model, part.spec.context
+    # Where the digest is not known, it is found while the test runs.
+    verdict = selftest.recall(_key(part)) if model.knows_digest else None
+    if verdict is None:
+        is_recurrent = model.family.is_recurrent
+        views = views_of(part, weights)
+        verdict = Verdict(selftest.failure_of_views(views, config, is_recurrent=is_recurrent))
+        selftest.keep(_key(part), verdict)
+    if verdict.failure is None:
         return None
     types = ", ".join(sorted(matrix_types(model.tensors.values())))
-    return f"the self-test failed: {failure}; weights are {types}, {stage.profile}"
+    return f"the self-test failed: {verdict.failure}; weights are {types}, {part.profile}"
+
+
+def _key(part: Part) -> tuple[str, ...]:
+    """What a verdict holds for. Once per machine this reads the whole file, for its digest."""
+    spec, config = part.spec, part.spec.context
+    return (
+        part.model.digest, f"{spec.first_layer}:{spec.end_layer}", machine_key(),
+        config.kv_type, str(config.num_threads), repr(part.profile),
+    )  # fmt: skip

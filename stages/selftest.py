@@ -1,8 +1,8 @@
 """Proof, on the real weights and this CPU, that company does not change a row's bits.
 
-A profile (``profile.py``) is an expectation; ``exact`` is claimed only for what this test saw. One
-lane takes a short prompt and decodes, first alone and then in a company that grows from step to
-step to 33 others, after one that came before it has left; every output is compared bit for bit.
+A profile (``profile.py``) is an expectation; ``exact`` is claimed only for what this test saw. A
+lane takes a short prompt and decodes, alone; then another does the same in a company that grows
+from step to step to 33 others, while the first one leaves; every output is compared bit for bit.
 Inputs are random hidden states: which kernel runs does not depend on them. It runs on some of the
 stage's layers (``views.py``), and the verdict is kept on disk, so a second start costs nothing.
 """
@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,19 +33,23 @@ more; the small steps are cheap, and it takes several to show an order of cells 
 RECURRENT_CROWDS = (8, 2, 2, 2, 4)  # each lane costs a state row, tens of megabytes in real models
 _NUM_CELLS = 256
 _CHUNK = 4  # a multiple of every pad, so that recurrent families take it whole
-# Who leaves had as many cells: reused too early, they take in the subject's next three rows.
-_NUM_LEFT = 3 * _CHUNK
-_VERSION = 5
+_VERSION = 6
 
 
 def failure_of(context: StageContext, *, is_recurrent: bool, crowds: Sequence[int]) -> str | None:
-    """None if the subject's bits are the same in every company, else in which they were not.
+    """None if a row's bits are the same in every company, else in which they were not.
 
     ``context`` is empty and has two lanes more than the largest crowd; it is left empty.
     """
     subject = _Subject(context, num_steps=len(crowds), is_recurrent=is_recurrent)
-    alone = subject.run([0] * len(crowds))
-    for step, (found, expected) in enumerate(zip(subject.run(crowds), alone, strict=True)):
+    try:
+        alone = subject.run([0] * len(crowds), lane=1 + max(crowds))
+        # The nine cells of who was alone lie below the other's own: handed out again too early,
+        # they take in its next three rows and those beside them.
+        among = subject.run(crowds, lane=0, leaver=1 + max(crowds))
+    finally:
+        context.clear()
+    for step, (found, expected) in enumerate(zip(among, alone, strict=True)):
         if not np.array_equal(found.view(np.uint32), expected.view(np.uint32)):
             off = float(np.abs(found - expected).max())
             return f"a row's results change among {crowds[step]} others (step {step}, by {off:.2g})"
@@ -53,7 +57,7 @@ def failure_of(context: StageContext, *, is_recurrent: bool, crowds: Sequence[in
 
 
 class _Subject:
-    """Lane 0 and the company it is given. Runs the same steps whatever the company."""
+    """A lane and the company it is given. Takes the same steps whichever lane, whatever company."""
 
     def __init__(self, context: StageContext, *, num_steps: int, is_recurrent: bool):
         self._context = context
@@ -63,24 +67,20 @@ class _Subject:
         self._own = rng.standard_normal(shape).astype(np.float32)
         self._others = rng.standard_normal((context.num_lanes, context.num_embd)).astype(np.float32)
         self._next_places = [0] * context.num_lanes
+        self._lane = 0
 
-    def run(self, crowds: Sequence[int]) -> list[Floats]:
-        """Outputs of the subject, one array per step, the k-th among ``crowds[k]`` others."""
-        context, leaver = self._context, 1 + max(crowds)
-        self._next_places = [0] * context.num_lanes
-        try:
-            if any(crowds):
-                self._decode([leaver] * _NUM_LEFT)
-            outputs = [self._step(_CHUNK, crowds[0])]
-            if any(crowds):
-                context.apply(Remove(leaver))  # its cells lie below the subject's
-            return outputs + [self._step(1, num_others) for num_others in crowds[1:]]
-        finally:
-            context.clear()
+    def run(self, crowds: Sequence[int], *, lane: int, leaver: int | None = None) -> list[Floats]:
+        """Outputs of ``lane``, one array per step, the k-th among ``crowds[k]`` others. ``leaver``
+        is gone with the first."""
+        self._lane = lane
+        outputs = [self._step(_CHUNK, crowds[0])]
+        if leaver is not None:
+            self._context.apply(Remove(leaver))
+        return outputs + [self._step(1, num_others) for num_others in crowds[1:]]
 
     def _step(self, num_own: int, num_others: int) -> Floats:
         """The subject's outputs for its next ``num_own`` rows, which lie between the others'."""
-        own, others = [0] * num_own, list(range(1, 1 + num_others))
+        own, others = [self._lane] * num_own, list(range(1, 1 + num_others))
         if self._is_recurrent and num_own > 1:
             if others:
                 self._decode(others)
@@ -95,51 +95,57 @@ class _Subject:
             places.append(self._next_places[lane])
             self._next_places[lane] += 1
         inputs = np.array(
-            [self._own[place] if lane == 0 else self._others[lane]
+            [self._own[place] if lane == self._lane else self._others[lane]
              for lane, place in zip(lanes, places, strict=True)]
         )  # fmt: skip
         # Only a lane's last row is an output, as in real steps; elsewhere every row comes back.
-        flags = [lane != 0 or row == len(lanes) - 1 or lanes[row + 1] != 0
-                 for row, lane in enumerate(lanes)]  # fmt: skip
+        flags = [lane != after for lane, after in zip(lanes, [*lanes[1:], None], strict=True)]
         output = self._context.decode(Rows(lanes, places, flags, inputs))
         if self._context.keeps_hidden:
             output = np.hstack([output, self._context.hidden])
         kept = lanes if len(output) == len(lanes) else list(itertools.compress(lanes, flags))
-        mine: Floats = output[np.array([lane == 0 for lane in kept], bool)].copy()
+        mine: Floats = output[np.array([lane == self._lane for lane in kept], bool)].copy()
         return mine
 
 
-def verdict(
-    key: Sequence[str],
-    views: Sequence[View],
-    config: ContextConfig,
-    *,
-    is_recurrent: bool,
+def failure_of_views(
+    views: Sequence[View], config: ContextConfig, *, is_recurrent: bool
 ) -> str | None:
-    """:func:`failure_of` each view until one fails, or what it said for the same ``key`` before."""
-    name = hashlib.sha256("\n".join((str(_VERSION), *key)).encode()).hexdigest()[:16]
-    path = cache_dir() / "selftest" / f"{name}.json"
-    known = _read(path)
-    if known is not None:
-        return known["failure"]
+    """:func:`failure_of` each of ``views`` until one fails."""
     crowds = RECURRENT_CROWDS if is_recurrent else CROWDS
-    num_lanes = max(crowds) + 2  # the subject, its company, and one that leaves
+    num_lanes = max(crowds) + 2  # the company, its subject, and who was alone
     config = replace(
         config, num_cells=_NUM_CELLS, num_lanes=num_lanes, num_residents=0, max_rows=64
     )
-    failure = None
     for view in views:
         with view(config) as context:
             failure = failure_of(context, is_recurrent=is_recurrent, crowds=crowds)
         if failure is not None:
-            break
-    write_text(path, json.dumps({"failure": failure, "of": list(key)}))
-    return failure
+            return failure
+    return None
 
 
-def _read(path: Path) -> dict[str, str | None] | None:
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the self-test said: None if nothing failed."""
+
+    failure: str | None
+
+
+def recall(key: Sequence[str]) -> Verdict | None:
+    """What it said for the same ``key`` before."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(_memo(key).read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "failure" in found else None
+    is_one = isinstance(found, dict) and "failure" in found
+    return Verdict(found["failure"]) if is_one else None
+
+
+def keep(key: Sequence[str], verdict: Verdict) -> None:
+    write_text(_memo(key), json.dumps({"failure": verdict.failure, "of": list(key)}))
+
+
+def _memo(key: Sequence[str]) -> Path:
+    name = hashlib.sha256("\n".join((str(_VERSION), *key)).encode()).hexdigest()[:16]
+    return cache_dir() / "selftest" / f"{name}.json"

@@ -14,10 +14,9 @@ Architectures that insist on ``output.weight``, too, get both: a second row of z
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -80,27 +79,30 @@ def prune_slices() -> int:
     return freed
 
 
-@contextmanager
-def temporary_slice(model: ModelFile, lo: int, hi: int, *, max_vocab: int) -> Iterator[Path | None]:
-    """The slice of layers [lo, hi) in a file without a name; None where none can be written.
+def slice_bytes(model: ModelFile, lo: int, hi: int) -> int:
+    """How large the slice of layers [lo, hi) is."""
+    return _Plan.of(model, lo, hi).num_bytes
 
-    It is gone with its last user, however that ends, and is never flushed: it is read back at once.
-    The path holds inside the block only, but whoever has mapped the file by then keeps it. Of the
-    head it has the rows of the first ``max_vocab`` tokens.
+
+@contextmanager
+def temporary_slice(
+    model: ModelFile, lo: int, hi: int, *, max_vocab: int, max_bytes: int | None = None
+) -> Iterator[Path | None]:
+    """The slice of layers [lo, hi) in memory; None where it would take more than ``max_bytes``.
+
+    It is gone with its last user, however that ends, and no disk is busy with it. The path holds
+    inside the block only, but whoever has mapped the file by then keeps it. Of the head it has the
+    rows of the first ``max_vocab`` tokens.
     """
     plan = _Plan.of(model, lo, hi, max_vocab)
-    with ExitStack() as stack:
-        try:
-            cache_dir().mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(tempfile.TemporaryFile(dir=cache_dir()))
-            path = Path(f"/proc/self/fd/{file.fileno()}")
-            is_usable = path.exists() and shutil.disk_usage(cache_dir()).free > plan.num_bytes
-            if is_usable:
-                plan.write(file, None)
-                file.flush()
-        except OSError:  # of the cache: what goes wrong with the model is a ModelFileError
-            is_usable = False
-        yield path if is_usable else None
+    is_small = max_bytes is None or plan.num_bytes <= max_bytes
+    if not is_small or not hasattr(os, "memfd_create"):
+        yield None
+        return
+    with open(os.memfd_create("skippy-slice"), "wb") as file:
+        plan.write(file, None)
+        file.flush()
+        yield Path(f"/proc/self/fd/{file.fileno()}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ another one with the same tensors and the same memory has not said. There are tw
   and by each thread's having a share, so some of its rows stand for all. The hidden states before
   the head are looked at, too: a quantised head rounds away most of what differs, until one day it
   does not;
-* hidden states, for the kinds of layers that the logits have not seen: the loaded stage itself, its
-  graph stopped as soon as every kind has been. Nothing is copied, and the weights are the very ones
-  that will serve. Where a run of layers further on is shorter than that beginning, a slice of the
-  run instead.
+* hidden states, for the kinds of layers that the logits have not seen: the first run of layers that
+  has them all.
 
-Slices are cut for the occasion. A view is a function from the self-test's configuration to a
-context that closes itself.
+Each is a slice cut for the occasion, in memory, of the very bytes that will serve. So the test need
+not wait for the stage, and runs while that is cut and read. Where a run cannot be cut, or there is
+no room for it, the view is the loaded stage itself, its graph stopped as soon as every kind has
+been. A view is a function from the self-test's configuration to a context that closes itself.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
-from skippy_mesh.config import ContextConfig, PrefixRule, StageSpec, StepRules
-from skippy_mesh.errors import UsageError
-from skippy_mesh.families import Family, check_slice
+from skippy_mesh.config import ContextConfig
 from stages.context import StageContext
 from stages.gguf_file import ModelFile, split_block_name
-from stages.profile import Profile, replays_in_chunks
+from stages.part import Part, new_context
 from stages.slices import temporary_slice
+from stages.weights import Weights
 
 View = Callable[[ContextConfig], AbstractContextManager[StageContext]]
+GetWeights = Callable[[], Weights]
+"""Those of the whole stage; waits until they are loaded."""
 
 _HEAD_ROWS = 4096
 
@@ -100,50 +99,33 @@ def layer_signatures(model: ModelFile, lo: int, hi: int) -> list[Hashable]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A stage that has been loaded, and from what."""
-
-    model: ModelFile
-    spec: StageSpec
-    profile: Profile
-    path: Path
-    context: StageContext
-
-    def can_cut(self, lo: int, hi: int) -> bool:
-        """Whether layers [lo, hi) can be a slice of their own."""
-        try:
-            check_slice(self.model.family, self.model.facts, lo, hi)
-        except UsageError:
-            return False
-        return True
-
-
-def views_of(stage: Loaded) -> list[View]:
+def views_of(part: Part, weights: GetWeights) -> list[View]:
     """The logits of the last stage, and of every stage the hidden states these do not show."""
-    own, end = stage.spec.first_layer, stage.spec.end_layer
-    signatures = layer_signatures(stage.model, own, end)
+    own, end = part.spec.first_layer, part.spec.end_layer
+    signatures = layer_signatures(part.model, own, end)
     views: list[View] = []
     seen: Sequence[Hashable] = ()
-    if stage.spec.is_last:
-        first = first_layer_of_head(end, own, stage.can_cut)
-        views.append(functools.partial(_logits, stage, first))
+    if part.spec.is_last:
+        first = first_layer_of_head(end, own, part.can_cut)
+        views.append(functools.partial(_logits, part, weights, first))
         seen = signatures[first - own :]
-    lo, hi = shortest_run(signatures, lambda lo, hi: stage.can_cut(own + lo, own + hi), seen=seen)
+    lo, hi = shortest_run(signatures, lambda lo, hi: part.can_cut(own + lo, own + hi), seen=seen)
     if hi:
-        views.append(functools.partial(_hidden_states, stage, lo, hi))
+        views.append(functools.partial(_hidden_states, part, weights, lo, hi))
     return views
 
 
 @contextmanager
 def _hidden_states(
-    stage: Loaded, lo: int, hi: int, config: ContextConfig
+    part: Part, weights: GetWeights, lo: int, hi: int, config: ContextConfig
 ) -> Iterator[StageContext]:
-    own = stage.spec.first_layer
-    context = _of_slice(stage, config, own + lo, own + hi, is_last=False) if lo else None
+    own = part.spec.first_layer
+    context = None
+    if hi - lo < part.num_layers and part.can_cut(own + lo, own + hi):
+        context = _of_slice(part, config, own + lo, own + hi, is_last=False)
     if context is None:
-        # With no room for a file, all layers up to that run's end: they hold it.
-        context = _of_stage(stage, config, is_last=False, num_layers=hi)
+        # All layers up to that run's end hold it.
+        context = new_context(part, weights(), config, is_last=False, stop_after_layers=hi)
     try:
         yield context
     finally:
@@ -151,85 +133,31 @@ def _hidden_states(
 
 
 @contextmanager
-def _logits(stage: Loaded, first: int, config: ContextConfig) -> Iterator[StageContext]:
+def _logits(
+    part: Part, weights: GetWeights, first: int, config: ContextConfig
+) -> Iterator[StageContext]:
     """Of the layers from ``first`` on."""
-    own, end = stage.spec.first_layer, stage.spec.end_layer
-    context = _of_slice(stage, config, first, end, is_last=True) if first > own else None
+    context = None
+    if first > part.spec.first_layer:
+        context = _of_slice(part, config, first, part.spec.end_layer, is_last=True)
     if context is None:
-        context = _of_stage(stage, config, is_last=True)
+        context = new_context(part, weights(), config, is_last=True, keeps_hidden=True)
     try:
         yield context
     finally:
         context.close()
 
 
-def _of_stage(
-    stage: Loaded, config: ContextConfig, *, is_last: bool, num_layers: int | None = None
-) -> StageContext:
-    """All layers as loaded, or the first of them."""
-    return new_context(
-        stage.model, stage.path, config, first_layer=stage.spec.first_layer, is_last=is_last,
-        profile=stage.profile, weights_of=stage.context, stop_after_layers=num_layers,
-        keeps_hidden=is_last,
-    )  # fmt: skip
-
-
 def _of_slice(
-    stage: Loaded, config: ContextConfig, lo: int, hi: int, *, is_last: bool
+    part: Part, config: ContextConfig, lo: int, hi: int, *, is_last: bool
 ) -> StageContext | None:
-    """Layers [lo, hi) by themselves; None where there is no room for a file."""
-    max_vocab = rows_of_head(stage.model.num_vocab, config.num_threads)
-    with temporary_slice(stage.model, lo, hi, max_vocab=max_vocab) as path:
+    """Layers [lo, hi) by themselves; None where there is no room for them."""
+    # Repacked, they are there twice for a moment.
+    max_bytes = None if part.spare_bytes is None else part.spare_bytes // 2
+    max_vocab = rows_of_head(part.model.num_vocab, config.num_threads)
+    with temporary_slice(part.model, lo, hi, max_vocab=max_vocab, max_bytes=max_bytes) as path:
         if path is None:
             return None
         return new_context(
-            stage.model, path, config, first_layer=lo, is_last=is_last, profile=stage.profile,
-            keeps_hidden=is_last,
-        )  # fmt: skip
-
-
-def new_context(
-    model: ModelFile,
-    path: Path,
-    config: ContextConfig,
-    *,
-    first_layer: int,
-    is_last: bool,
-    profile: Profile,
-    weights_of: StageContext | None = None,
-    stop_after_layers: int | None = None,
-    keeps_hidden: bool = False,
-) -> StageContext:
-    """A context over ``path``, the slice of ``model`` that begins at ``first_layer``."""
-    return StageContext(
-        path,
-        config,
-        is_last=is_last,
-        is_recurrent=model.family.is_recurrent,
-        scaled_input=model.family.scaled_input if first_layer else "",
-        takes_rows=model.family.takes_rows,
-        profile=profile,
-        weights_of=weights_of,
-        stop_after_layers=stop_after_layers,
-        keeps_hidden=keeps_hidden,
-    )
-
-
-def _prefix_rule(family: Family) -> PrefixRule:
-    """Windows are kept whole (context.py), so their prefixes are like any other's. Of an unproven
-    architecture nobody knows what a copy copies."""
-    if not family.is_proven:
-        return "none"
-    return "boundary" if family.prefix_rule == "boundary" else "any"
-
-
-def rules_of(stage: Loaded) -> StepRules:
-    """What a step of this stage may hold."""
-    family = stage.model.family
-    return StepRules(
-        max_rows=stage.context.max_rows,
-        is_homogeneous=family.step_rule == "homogeneous",
-        chunk_multiple=stage.profile.pad if family.is_recurrent else 1,
-        replays_in_chunks=replays_in_chunks(family, stage.model.tensors),
-        prefix_rule=_prefix_rule(family),
-    )
+            part, path, config, is_last=is_last, first_layer=lo, keeps_hidden=is_last
+        )

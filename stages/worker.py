@@ -12,33 +12,27 @@ import os
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from skippy_mesh.config import ContextConfig, StageSpec, StepRules
-from skippy_mesh.errors import (
-    InvalidBatchError,
-    RuntimeUnavailableError,
-    StageLostError,
-    StepOrderError,
-)
+from skippy_mesh.errors import InvalidBatchError, StageLostError, StepOrderError
 from skippy_mesh.health import Loading, Pulse
 from skippy_mesh.messages import StageTime, StepBatch, StepResult
 from skippy_mesh.scheduler.memory import Capacity
-from skippy_mesh.sizes import available_bytes, format_size, process_bytes, reset_peak
+from skippy_mesh.sizes import process_bytes, reset_peak
 from skippy_mesh.wire import Hidden, decode_activations, decode_step, encode_activations
 from stages.batch import Floats, Rows
 from stages.context import StageContext
-from stages.download import local_model
 from stages.embedding import Embedding
 from stages.gguf_file import ModelFile
-from stages.probe import can_repack
-from stages.profile import PLAIN, Profile, choose_profile, matrix_types
-from stages.proof import verdict_key, why_inexact, why_unprovable
+from stages.part import Part, new_context, part_of, rules_of
+from stages.profile import Profile
+from stages.proof import Proof
 from stages.sampling import Drawn, Sampler
 from stages.slices import cached_slice
 from stages.tokenizer import Tokenizer
-from stages.views import Loaded, new_context, rules_of
+from stages.weights import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +44,8 @@ class StageInfo:
     the plan charged for the one asked for, None without a plan; of which ``cell_bytes`` is what a
     cell of each store takes, empty without a plan. ``rules`` are what a step may hold.
     ``why_inexact`` is None when the self-test proved that company does not change a row's bits.
-    ``load_s`` is all of :meth:`StageWorker.load`, of which the self-test took ``self_test_s``.
+    ``load_s`` is all of :meth:`StageWorker.load`; for ``self_test_s`` of it there was nothing left
+    to do but wait for the self-test, or for the digest that its verdict is kept under.
     """
 
     index: int
@@ -88,6 +83,7 @@ class StageWorker:
 
     def __init__(self, spec: StageSpec):
         self.spec = spec
+        self._weights: Weights | None = None
         self._context: StageContext | None = None
         self._embedding: Embedding | None = None
         self._sampler = Sampler()
@@ -112,41 +108,37 @@ class StageWorker:
         if self._info is not None:
             return self._info
         started = time.perf_counter()
-        spec = self.spec
-        source = local_model(spec.model_path, self._note_fetched)
-        model = ModelFile.open(source, allow_unproven=spec.allow_unproven)
-        profile = PLAIN
-        if spec.context.exact:
-            profile = choose_profile(matrix_types(model.tensors.values()), can_repack=can_repack())
-        self._loading = Loading("slicing")
-        path = cached_slice(model, spec.first_layer, spec.end_layer, self._note_bytes)
-        self._loading = Loading("loading")
-        fitting = _fitting(spec)
-        context = self._context = new_context(
-            model, path, fitting,
-            first_layer=spec.first_layer, is_last=spec.is_last, profile=profile,
-        )  # fmt: skip
-        if spec.is_first:
-            self._embedding = Embedding(model)
-        if spec.is_last:
-            # A slice has no vocabulary, and few requests come with a grammar.
-            tokenizer = functools.cache(lambda: Tokenizer(str(model.paths[0])))
-            self._sampler = Sampler(max_tokens=context.num_cells, tokenizer=tokenizer)
-        loaded = Loaded(
-            model=model, spec=replace(spec, context=fitting), profile=profile, path=path,
-            context=context,
-        )  # fmt: skip
-        reason = why_unprovable(loaded)
-        key = verdict_key(loaded) if reason is None else ()
-        before = time.perf_counter()
-        if key:
+        part = part_of(self.spec, self._note_fetched)
+        spec = part.spec
+        with Proof(part) as proof:
+            self._loading = Loading("slicing")
+            path = cached_slice(part.model, spec.first_layer, spec.end_layer, self._note_bytes)
+            self._loading = Loading("loading")
+            weights = self._weights = Weights(path, part.profile)
+            proof.lend(weights)
             self._loading = Loading("testing")
-            reason = why_inexact(loaded, key)
-        now = time.perf_counter()
+            before = time.perf_counter()
+            reason = proof.why_inexact()
+            self_test_s = time.perf_counter() - before
+        self._loading = Loading("loading")
+        # Not beside the test: what it adds to this process's memory is measured.
+        self._context = new_context(part, weights, spec.context, is_last=spec.is_last)
+        self._take_ends(part.model)
+        load_s = time.perf_counter() - started
         self._info = _describe(
-            loaded, spec.context, reason, load_s=now - started, self_test_s=now - before
+            part, self._context, self.spec.context, reason, load_s=load_s, self_test_s=self_test_s
         )
         return self._info
+
+    def _take_ends(self, model: ModelFile) -> None:
+        """What only the first and the last stage have."""
+        if self.spec.is_first:
+            self._embedding = Embedding(model)
+        if self.spec.is_last:
+            # A slice has no vocabulary, and few requests come with a grammar.
+            tokenizer = functools.cache(lambda: Tokenizer(str(model.paths[0])))
+            num_cells = self._loaded().num_cells
+            self._sampler = Sampler(max_tokens=num_cells, tokenizer=tokenizer)
 
     def forward(self, batch: StepBatch, hidden: Hidden | None = None) -> StepResult | Hidden | None:
         """Run ``batch``: its result on the last stage, on any other the rows for the next stage,
@@ -267,6 +259,9 @@ class StageWorker:
         if self._context is not None:
             self._context.close()
             self._context = self._info = None
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
 
     def _note_fetched(self, done: int, total: int) -> None:
         self._loading = Loading("fetching", done, total)
@@ -322,32 +317,16 @@ class StageWorker:
         return self._context
 
 
-def _fitting(spec: StageSpec) -> ContextConfig:
-    """What was planned, or as much of it as there is memory for now: a smaller context lowers the
-    ceiling, a larger one would push every process of this machine out."""
-    free = available_bytes()
-    if spec.need is None or free is None:
-        return spec.context
-    fitting = spec.need.fit(spec.context, free)
-    if fitting is None:
-        raise RuntimeUnavailableError(
-            f"stage {spec.index} has no memory for even one session: layers {spec.first_layer}:"
-            f"{spec.end_layer} take {format_size(spec.need.of(1, 1), round_up=True)} with the "
-            f"smallest context, and {format_size(free)} are free; end other programs, or use more "
-            f"--stages on other machines"
-        )
-    return fitting
-
-
 def _describe(
-    stage: Loaded,
+    part: Part,
+    context: StageContext,
     planned: ContextConfig,
     why_inexact: str | None,
     *,
     load_s: float,
     self_test_s: float,
 ) -> StageInfo:
-    spec, context, memory = stage.spec, stage.context, stage.context.memory()
+    spec, memory = part.spec, context.memory()
     planned_bytes = None
     if spec.need:
         need = spec.need.of(planned.num_cells, planned.num_lanes, planned.num_residents)
@@ -358,17 +337,17 @@ def _describe(
         first_layer=spec.first_layer,
         end_layer=spec.end_layer,
         num_cells=context.num_cells,
-        max_trained_tokens=stage.model.max_trained_tokens,
-        capacity=_capacity(stage, context.num_cells, spec.context),
-        planned=_capacity(stage, planned.num_cells, planned),
-        rules=rules_of(stage),
+        max_trained_tokens=part.model.max_trained_tokens,
+        capacity=_capacity(part, context.num_cells, spec.context),
+        planned=_capacity(part, planned.num_cells, planned),
+        rules=rules_of(part, context.max_rows),
         kv_type=spec.context.kv_type,
         weight_bytes=memory.weight_bytes,
         context_bytes=memory.context_bytes,
         planned_context_bytes=planned_bytes,
         cell_bytes=spec.need.cell_bytes if spec.need else {},
         rss_bytes=memory.rss_bytes,
-        profile=stage.profile,
+        profile=part.profile,
         why_inexact=why_inexact,
         process_id=os.getpid(),
         load_s=load_s,
@@ -376,9 +355,9 @@ def _describe(
     )
 
 
-def _capacity(stage: Loaded, num_cells: int, config: ContextConfig) -> Capacity:
-    spec = stage.spec
-    layers = stage.model.family.layer_kinds(stage.model.facts)[spec.first_layer : spec.end_layer]
+def _capacity(part: Part, num_cells: int, config: ContextConfig) -> Capacity:
+    spec = part.spec
+    layers = part.model.family.layer_kinds(part.model.facts)[spec.first_layer : spec.end_layer]
     kinds = frozenset[str]().union(*layers)
     return Capacity(
         lanes=config.num_lanes,

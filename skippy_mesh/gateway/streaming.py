@@ -27,6 +27,7 @@ from skippy_mesh.times import RequestTimes
 Result = TypeVar("Result")
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
+_as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once
 
 
 class Answer:
@@ -216,5 +217,4 @@ class EventStream(Response):
 
 
 def _data(value: Mapping[str, object]) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    return f"data: {_as_json(value)}\n\n".encode()

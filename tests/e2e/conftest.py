@@ -59,5 +59,5 @@ def shared_cache(own_cache: Path, session_cache: Path, monkeypatch: pytest.Monke
 @pytest.fixture
 def probed_cache(own_cache: Path, repacks: bool, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, for a test that plants a fault; only the probe is not repeated."""
-    monkeypatch.setattr("stages.worker.can_repack", lambda: repacks)
+    monkeypatch.setattr("stages.part.can_repack", lambda: repacks)
     return own_cache

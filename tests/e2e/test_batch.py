@@ -33,7 +33,13 @@ def check(standing, lanes, positions):
     inputs = np.zeros((len(lanes), WIDTH), np.float32)
     flags = [True] * len(lanes)
     rows = Rows(lanes, positions, flags, inputs)
-    return check_rows(rows, standing, max_rows=MAX_ROWS, num_embd=WIDTH)
+    return checked(rows, standing)
+
+
+def checked(rows, standing):
+    return check_rows(
+        rows, standing.__getitem__, num_lanes=len(standing), max_rows=MAX_ROWS, num_embd=WIDTH
+    )
 
 
 @quick
@@ -109,10 +115,10 @@ def test_columns_of_other_lengths_are_refused(lanes, positions, flags, inputs, w
         [0] * lanes, range(positions), [True] * flags, np.zeros((inputs, width), np.float32)
     )
     if lanes == positions == flags == inputs > 0 and width == WIDTH:
-        assert check_rows(rows, [0], max_rows=MAX_ROWS, num_embd=WIDTH) == {0: lanes}
+        assert checked(rows, [0]) == {0: lanes}
     else:
         with pytest.raises(InvalidBatchError):
-            check_rows(rows, [0], max_rows=MAX_ROWS, num_embd=WIDTH)
+            checked(rows, [0])
 
 
 @quick
@@ -124,4 +130,4 @@ def test_one_value_that_is_no_number_is_refused(step, data, value):
     inputs[row, column] = value
     rows = Rows(lanes, positions, [True] * len(lanes), inputs)
     with pytest.raises(InvalidBatchError, match="not finite"):
-        check_rows(rows, standing, max_rows=MAX_ROWS, num_embd=WIDTH)
+        checked(rows, standing)

@@ -86,7 +86,7 @@ def test_ceiling_of_a_stage_that_finds_too_little_memory_is_lower_and_it_loads(
     enough = found.stages[0].need.of(2048, 8)
     context = {"num_cells": 2048, "num_lanes": 1} | less
     answers = iter([enough, need.of(**context)])
-    monkeypatch.setattr("stages.worker.available_bytes", lambda: next(answers))
+    monkeypatch.setattr("stages.part.available_bytes", lambda: next(answers))
     infos, limit = load(falcon, found)
     assert str(limit).startswith(said)
     assert infos[0].capacity == infos[0].planned == infos[1].planned
@@ -96,7 +96,7 @@ def test_ceiling_of_a_stage_that_finds_too_little_memory_is_lower_and_it_loads(
 
 def test_a_stage_without_memory_for_one_session_says_what_it_takes(falcon, monkeypatch):
     found = plan(costs_of_model(falcon, "q8_0"), [Node("a", 2**40)], PlanRequest(**RESERVED))
-    monkeypatch.setattr("stages.worker.available_bytes", lambda: 2**20)
+    monkeypatch.setattr("stages.part.available_bytes", lambda: 2**20)
     with pytest.raises(RuntimeUnavailableError, match=r"stage 0 has no memory .* 1\.00MiB are f"):
         load(falcon, found)
 

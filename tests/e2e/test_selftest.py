@@ -6,15 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import llama_cpp
 import pytest
 
 from skippy_mesh.config import specs_of
-from stages import selftest, worker
+from skippy_mesh.errors import ModelFileError
+from stages import part, selftest, worker
 from stages.memory import LaneMemory
 from stages.profile import Profile
+from stages.weights import Weights
 from tests.crowd import CONTEXT, Company, Made, local, story
 
 WIDE = [story(30 + lane, 40, 8) for lane in range(6)]
@@ -40,7 +43,7 @@ def report(path: Path, profile: Profile | None) -> tuple[str | None, int]:
     together differ from those of each alone."""
     made = Made(path)
     if profile is not None:
-        worker.choose_profile = lambda types, **_: profile
+        part.choose_profile = lambda types, **_: profile
         made.profile = profile
     with local(made) as pipeline:
         company = Company(made, pipeline)
@@ -88,12 +91,22 @@ def test_the_chosen_profile_passes_and_keeps_its_word(made, shared_cache):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("dense", "f32"), ("dense", "q4_K_M"), ("ssm", "f32"), ("window", "f32")]
+    ("family", "dtype", "free"),
+    [
+        ("dense", "f32", None),
+        ("dense", "q4_K_M", None),
+        ("ssm", "f32", None),
+        ("window", "f32", None),
+        # No room for slices of its own: what is looked at is the loaded stage.
+        ("dense", "f32", 0),
+        ("ssm", "f32", 0),
+    ],
 )
-def test_cells_reused_too_early_are_caught(made, probed_cache, monkeypatch, family, dtype):
+def test_cells_reused_too_early_are_caught(made, probed_cache, monkeypatch, family, dtype, free):
     """Plain removal: llama.cpp gives the freed cells, which lie below a lane's own, to its rows."""
     model = made(family, dtype)
     (spec,) = specs_of(model.path, model.model.num_layers, (), CONTEXT)
+    monkeypatch.setattr(part, "available_bytes", lambda: free)
 
     def forget(self, lane):
         assert llama_cpp.llama_memory_seq_rm(self._memory, lane, -1, -1)
@@ -125,6 +138,45 @@ def test_the_verdict_is_kept(made, shared_cache, monkeypatch):
         assert stage.load().why_inexact is None
         stage.close()
         monkeypatch.setattr(selftest, "failure_of", lambda *_, **__: "asked again")
+
+
+def test_the_test_does_not_wait_for_the_stage(made, probed_cache, monkeypatch):
+    """It is over before a weight of the stage is loaded: else a load takes as long as both."""
+    model = made("dense", "q8_0")
+    is_tested = threading.Event()
+    failure_of_views = selftest.failure_of_views
+
+    def tested(*arguments, **options):
+        failure = failure_of_views(*arguments, **options)
+        is_tested.set()
+        return failure
+
+    class LateWeights(Weights):
+        def __init__(self, *arguments):
+            assert is_tested.wait(60)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(selftest, "failure_of_views", tested)
+    monkeypatch.setattr(worker, "Weights", LateWeights)
+    for spec in specs_of(model.path, model.model.num_layers, (2,), CONTEXT):
+        is_tested.clear()
+        stage = worker.StageWorker(spec)
+        assert stage.load().why_inexact is None
+        stage.close()
+
+
+def test_a_stage_that_cannot_be_loaded_does_not_wait_for_its_test(made, probed_cache, monkeypatch):
+    """With no room for slices the test wants the stage's own weights, which do not come."""
+    model = made("dense", "q8_0")
+    (spec,) = specs_of(model.path, model.model.num_layers, (), CONTEXT)
+
+    def fail(*_):
+        raise ModelFileError("gone")
+
+    monkeypatch.setattr(part, "available_bytes", lambda: 0)
+    monkeypatch.setattr(worker, "Weights", fail)
+    with pytest.raises(ModelFileError, match="gone"):
+        worker.StageWorker(spec).load()
 
 
 def main() -> None:

@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from gguf import GGMLQuantizationType, GGUFReader
 
 from skippy_mesh.cli import main
 from skippy_mesh.errors import ModelFileError, NoSpaceError, UsageError
+from stages import disk
 from stages.gguf_file import ModelFile
 from stages.gguf_format import Tensor
 from stages.slices import cached_slice, cut, kept_slices
@@ -244,10 +247,31 @@ def test_damaged_slice_is_cut_again(small: Path) -> None:
 def test_digest_is_remembered_until_the_file_changes(small: Path, cache: Path) -> None:
     digest = ModelFile.open(small).digest
     (memo,) = (cache / "digests").iterdir()
-    memo.write_text("remembered")
-    assert ModelFile.open(small).digest == "remembered"
+    memo.write_text("r" * 64)
+    assert ModelFile.open(small).digest == "r" * 64
+    memo.write_text("cut short")
+    assert ModelFile.open(small).digest == digest
     os.utime(small, ns=(0, 0))
     assert ModelFile.open(small).digest == digest
+
+
+def test_who_asks_for_a_digest_meanwhile_does_not_read_the_file_again(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of one machine load at once: each would read all of the model."""
+    num_read, read = 0, disk._digest
+    model = ModelFile.open(small)
+
+    def slowly(paths: Sequence[Path]) -> bytes:
+        nonlocal num_read
+        num_read += 1
+        time.sleep(0.1)
+        return read(paths)
+
+    monkeypatch.setattr(disk, "_digest", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        digests = set(pool.map(lambda _: disk.content_digest(model.paths), range(4)))
+    assert len(digests) == num_read == 1
 
 
 def test_source_that_changes_meanwhile_gives_no_slice(small: Path, tmp_path: Path) -> None:
