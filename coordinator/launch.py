@@ -343,9 +343,7 @@ def gateway_actor(
             ray.kill(actor)
 
 
-def driver_actor(
-    driver_class: type[Any], serve: Callable[[Any], None], *, mesh_name: str
-) -> Any:
+def driver_actor(driver_class: type[Any], serve: Callable[[Any], None], *, mesh_name: str) -> Any:
     """A driver of ``driver_class`` on this node, which outlives this process. It is not started
     again: what it owned has ended with it."""
     options: dict[str, Any] = {

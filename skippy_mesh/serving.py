@@ -49,6 +49,7 @@ _IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for who runs in a submitte
 _JOB_STOP = "RAY_JOB_STOP_WAIT_TIME_S"
 _JOB_STOP_S = 3.0
 
+
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
