@@ -60,7 +60,7 @@ def test_a_source_that_is_not_the_pinned_one_is_refused(wheel, tmp_path):
         wheel.fetch_sdist(tmp_path)
 
 
-# Without site no editable install is known: the machine has what is in the folders given, no more.
+# Without site and environment no other install is known: there is what the folders have, no more.
 LOAD_TAP = """
 import sys
 sys.path[:0] = sys.argv[1:]
@@ -80,8 +80,10 @@ def test_uploaded_sources_take_the_installed_tap_of_the_same_version_only(tmp_pa
     folders = [str(uploaded), str(installed), sysconfig.get_paths()["purelib"]]
 
     def load():
-        command = [sys.executable, "-S", "-c", LOAD_TAP, *folders]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        command = [sys.executable, "-E", "-S", "-c", LOAD_TAP, *folders]
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
 
     assert "compiled part of skippy_mesh is missing" in load().stderr
     (installed / "stages").mkdir(parents=True)

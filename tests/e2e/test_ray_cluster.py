@@ -105,6 +105,7 @@ def test_the_cluster_wants_its_token(head):
     assert httpx.get(f"{head.dashboard}/api/jobs/").status_code == 401
 
 
+@pytest.mark.long
 def test_a_job_serves_what_was_uploaded_and_its_stop_is_a_drain(head, model):
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
@@ -138,6 +139,7 @@ def job(head):
     return head.get("/api/jobs/tiny")
 
 
+@pytest.mark.long
 def test_a_detached_mesh_outlives_its_command_and_its_stages_but_not_its_driver(head, model):
     said = detached(head, model)
     url = re.search(r"ready on (\S+) \(stages 2, ceiling", said)[1]
@@ -180,10 +182,31 @@ def test_stop_drains_a_detached_mesh_and_leaves_nothing(head, model):
     check_gone(head, "other", processes)
 
 
-def test_an_interrupt_while_a_detached_mesh_loads_ends_it(head, model):
+def loading(head, model):
+    """A command that waits for a detached mesh, whose processes these are as soon as it loads."""
     command = [*SKIPPY, "serve", str(model), *SERVE, "--port", "0", *detach_to(head)]
-    with subprocess.Popen(command, env=head.env, stdout=subprocess.PIPE) as child:
-        eventually(lambda: any("ray::Driver" in each.command for each in head.mesh_processes()))
+    child = subprocess.Popen(
+        command, env=head.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    eventually(lambda: any("ray::Stage" in each.command for each in head.mesh_processes()))
+    return child, head.mesh_processes()
+
+
+def test_a_driver_that_is_killed_takes_all_along(head, model):
+    child, processes = loading(head, model)
+    with child:
+        (driver,) = (each for each in processes if each.command.startswith("ray::Driver"))
+        os.kill(driver.pid, signal.SIGKILL)
+        _, said = child.communicate(timeout=HAPPENS_WITHIN_S)
+    assert child.returncode == 1
+    assert re.fullmatch(rb"skippy-mesh: the driver of mesh skippy was lost while [^\n]+\n", said)
+    check_gone(head, "skippy", processes)
+
+
+@pytest.mark.long
+def test_an_interrupt_while_a_detached_mesh_loads_ends_it(head, model):
+    child, processes = loading(head, model)
+    with child:
         child.send_signal(signal.SIGINT)
         assert child.wait(HAPPENS_WITHIN_S) == 130
-    check_gone(head, "skippy", head.mesh_processes())
+    check_gone(head, "skippy", processes)
