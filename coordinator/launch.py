@@ -85,7 +85,10 @@ def ray_cluster(*, address: str | None, num_cpus: int, namespace: str) -> Iterat
         )
     except Exception as error:  # whatever is wrong, the user needs the address and the reason
         where = f"the Ray cluster at {address}" if address else "a local Ray cluster"
-        raise RuntimeUnavailableError(f"cannot reach {where}: {first_line(error)}") from error
+        reason = first_line(error)
+        if address and reason.startswith("Failed to connect"):  # somebody answers there
+            reason += "; does it want a token? RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        raise RuntimeUnavailableError(f"cannot reach {where}: {reason}") from error
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from tests.models import make_llama
-from tests.processes import SKIPPY, still_alive
+from tests.processes import SKIPPY, serving, still_alive
 from tests.ray_head import RAY, free_ports, head_node
 
 ROOT = Path(__file__).parents[2]
@@ -101,8 +101,16 @@ def check_gone(head, mesh_name, processes):
     eventually(lambda: head.left_of(mesh_name) == [])
 
 
-def test_the_cluster_wants_its_token(head):
+@pytest.mark.long
+def test_who_has_no_token_is_told_so(head):
     assert httpx.get(f"{head.dashboard}/api/jobs/").status_code == 401
+    env = {name: value for name, value in head.env.items() if not name.startswith("RAY_AUTH_")}
+    command = [*SKIPPY, "stop", "--address", head.address]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("RAY_AUTH_MODE=token and RAY_AUTH_TOKEN")
 
 
 @pytest.mark.long
@@ -209,4 +217,15 @@ def test_an_interrupt_while_a_detached_mesh_loads_ends_it(head, model):
     with child:
         child.send_signal(signal.SIGINT)
         assert child.wait(HAPPENS_WITHIN_S) == 130
+    check_gone(head, "skippy", processes)
+
+
+@pytest.mark.long
+def test_stop_ends_a_mesh_in_a_terminal_too(head, model, tmp_path):
+    flags = (str(model), *SERVE, "--port", "0", "--address", head.address)
+    with serving(*flags, env=head.env, log=tmp_path / "log") as server:
+        processes = head.mesh_processes()
+        done = skippy(head, "stop", "--address", head.address)
+        assert (done.returncode, done.stdout) == (0, "mesh skippy has ended\n"), done.stderr
+        assert server.process.wait(HAPPENS_WITHIN_S) == 0
     check_gone(head, "skippy", processes)
