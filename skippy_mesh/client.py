@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -156,10 +156,9 @@ class _Receiver:
 class EngineClient:
     """Submits to ``channel`` and passes each event to its request's sink, on a thread of its own.
 
-    Tokens are passed on first, for somebody waits for them. Then ``on_report`` gets the report, on
-    the same thread, and ``on_requests`` what it meant to the requests it names; last are the ends
-    of requests, so that who has seen one finds it counted. The last report of all ends what is
-    open and knows no state. Any thread may call the methods.
+    ``on_report`` gets every report first, on the same thread, then ``on_requests`` what it meant to
+    the requests it names; the last report ends what is open and knows no state. Any thread may call
+    the methods.
     """
 
     def __init__(
@@ -323,6 +322,7 @@ class EngineClient:
     def _deliver(self, report: StepReport) -> None:
         now_s = self._clock()
         report = self._with_reasons(report)
+        _show(self._on_report, report)
         # Told when their first step is answered, they left the queue when it began.
         step_s = 0.0 if report.record is None else report.record.step_s
         for request_id in report.admitted:
@@ -332,10 +332,10 @@ class EngineClient:
                 receiver.start(now_s - step_s)
         news = RequestNews()
         taken = [(self._take(event, now_s, news), event) for event in report.events]
-        _pass_on(taken, ends=False)
-        _show(self._on_report, report)
         _show(self._on_requests, news)
-        _pass_on(taken, ends=True)
+        for receiver, event in taken:
+            if receiver is not None:
+                receiver.pass_on(event)
 
     def _with_reasons(self, report: StepReport) -> StepReport:
         """``report`` with the reasons that the engine, told to abort, was not told."""
@@ -364,13 +364,6 @@ class EngineClient:
         if receiver is not None:
             receiver.take(event, now_s, news)
         return receiver
-
-
-def _pass_on(taken: Sequence[tuple[_Receiver | None, TokenEvent]], *, ends: bool) -> None:
-    """Those events that are the ends of their requests, or the others."""
-    for receiver, event in taken:
-        if receiver is not None and (event.finish_reason is not None) == ends:
-            receiver.pass_on(event)
 
 
 def _show(observer: Callable[[Shown], None] | None, shown: Shown) -> None:

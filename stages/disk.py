@@ -128,26 +128,15 @@ def fingerprint(paths: Sequence[Path]) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def known_digest(paths: Sequence[Path]) -> str | None:
-    """What :func:`content_digest` has found for these files before."""
-    try:
-        return _digest_memo(paths).read_text()
-    except OSError:
-        return None
-
-
 def content_digest(paths: Sequence[Path]) -> str:
     """sha256 of the files' bytes in order, in hex. Remembered, so a second start reads nothing, and
     of several who ask at once, stages of a machine or threads, one reads and the others wait."""
-    with suppress(ModelFileError):  # the memo's: what goes wrong with the files is an OSError below
-        write_whole(
-            _digest_memo(paths), _NUM_DIGITS, lambda memo: memo.write(_digest(paths)), reuse=True
-        )
-    return known_digest(paths) or _digest(paths).decode()
-
-
-def _digest_memo(paths: Sequence[Path]) -> Path:
-    return cache_dir() / "digests" / fingerprint(paths)
+    memo = cache_dir() / "digests" / fingerprint(paths)
+    # What goes wrong with the memo is no error; with the files, it does so again below.
+    with suppress(ModelFileError, OSError):
+        write_whole(memo, _NUM_DIGITS, lambda file: file.write(_digest(paths)), reuse=True)
+        return memo.read_text()
+    return _digest(paths).decode()
 
 
 def _digest(paths: Sequence[Path]) -> bytes:

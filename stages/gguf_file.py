@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from skippy_mesh.errors import ModelFileError, UnsupportedModelError
 from skippy_mesh.families import Family, ModelFacts, family_of, why_refused
-from stages.disk import content_digest, fingerprint, known_digest
+from stages.disk import content_digest, fingerprint
 from stages.gguf_format import Tensor, Value
 from stages.gguf_reader import read_header
 
@@ -85,12 +85,6 @@ class ModelFile:
             digest = content_digest(self.paths)
         self.check_unchanged()
         return digest
-
-    @property
-    def knows_digest(self) -> bool:
-        """Whether ``digest`` is known without reading the file."""
-        with reading(self.paths[0]):
-            return known_digest(self.paths) is not None
 
     @cached_property
     def facts(self) -> ModelFacts:

@@ -1,9 +1,9 @@
 """Whether a stage may call itself exact, and if not, why; found out beside the rest of loading.
 
-The self-test needs a few layers of the model and the processors. Loading waits for other things: a
-disk that reads the file, a disk that writes the slice, the one thread that digests the whole file.
-So the test has a thread of its own from the moment on at which the kernels are chosen. So has the
-digest, which only names the verdict. Loading waits for both in the end.
+Loading waits for a disk that reads the file, and for one that writes the slice. So a thread of its
+own digests the file, for the name under which the verdict is kept, and then runs the self-test,
+which needs a few layers of the model only. Not both at once: the test wants every processor, and
+takes several times as long where it has to share one.
 """
 
 from __future__ import annotations
@@ -42,14 +42,12 @@ class Proof:
         self._part = part
         self._weights: Future[Weights] = Future()
         self._verdict: Future[str | None] = Future()
-        self._pool = ThreadPoolExecutor(2, "proof")
+        self._pool = ThreadPoolExecutor(1, "proof")
 
     def __enter__(self) -> Proof:
         reason = why_unprovable(self._part)
         if reason is None:
             load_library()
-            # Who needs it asks again, and meets what went wrong.
-            self._pool.submit(getattr, self._part.model, "digest")
             self._verdict = self._pool.submit(_why_inexact, self._part, self._weights.result)
         else:
             self._verdict.set_result(reason)
@@ -74,13 +72,13 @@ class Proof:
 
 def _why_inexact(part: Part, weights: GetWeights) -> str | None:
     model, config = part.model, part.spec.context
-    # Where the digest is not known, it is found while the test runs.
-    verdict = selftest.recall(_key(part)) if model.knows_digest else None
+    key = _key(part)
+    verdict = selftest.recall(key)
     if verdict is None:
         is_recurrent = model.family.is_recurrent
         views = views_of(part, weights)
         verdict = Verdict(selftest.failure_of_views(views, config, is_recurrent=is_recurrent))
-        selftest.keep(_key(part), verdict)
+        selftest.keep(key, verdict)
     if verdict.failure is None:
         return None
     types = ", ".join(sorted(matrix_types(model.tensors.values())))
