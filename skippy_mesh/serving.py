@@ -294,10 +294,10 @@ def _gateway_spec(
         key_digests=digests_of(*keys_of(args)),
         limits=limits_of(args),
         drain_s=args.drain_s,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=_whole(args.ssl_keyfile),
+        ssl_certfile=_whole(args.ssl_certfile),
         rules=rules,
-        step_log=None if args.step_log is None else str(Path(args.step_log).resolve()),
+        step_log=_whole(args.step_log),
         counts_steps=engine != "baseline",
         metrics_aliases=aliases_of(args),
         build={
@@ -308,6 +308,11 @@ def _gateway_spec(
         },
         config=_shown(args),
     )
+
+
+def _whole(path: str | None) -> str | None:
+    """The gateway may run in a process that works in another folder."""
+    return None if path is None else str(Path(path).resolve())
 
 
 def _shown(args: argparse.Namespace) -> dict[str, object]:

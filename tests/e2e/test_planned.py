@@ -22,7 +22,9 @@ from stages.worker import StageWorker
 from tests.models import make_llama
 from tests.processes import SKIPPY, environment, serving
 
-FLAGS = Namespace(kv="q8_0", exact="off", threads=1, allow_unproven=False, prefix_cache=False)
+FLAGS = Namespace(
+    model="falcon.gguf", kv="q8_0", exact="off", threads=1, allow_unproven=False, prefix_cache=False
+)
 RESERVED = {"reserved_ids": NUM_SPARE_LANES}
 
 
