@@ -59,7 +59,8 @@ def two_nodes(sizes, tmp_path_factory):
 
 def flags(cluster, **changed):
     fields = {
-        "model": "tiny.gguf", "address": cluster.address, "mesh_name": "planned", "ctx_size": CELLS, "cuts": None,
+        "model": "tiny.gguf", "address": cluster.address, "mesh_name": "planned",
+        "ctx_size": CELLS, "cuts": None,
         "stages": None, "memory_fraction": None, "kv": "q8_0", "exact": "auto", "threads": None,
         "allow_unproven": False, "spread": False, "use_head": False, "prefix_cache": True,
     }  # fmt: skip
