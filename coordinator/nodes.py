@@ -18,7 +18,7 @@ class Node:
     """``usable_bytes`` are what a stage may take there, all else subtracted. ``bytes_per_s`` is how
     fast it reads weights, None if unknown. ``rtt_us`` is to a node that no :class:`Link` names.
     ``num_cpus`` and ``node_id`` are for who starts the stages there; ``is_head`` is said of the
-    node that keeps the cluster together."""
+    node that keeps the cluster together. ``num_gpus`` is only told: stages compute on the CPU."""
 
     name: str
     usable_bytes: int
@@ -27,6 +27,7 @@ class Node:
     num_cpus: int = 1
     node_id: str = ""
     is_head: bool = False
+    num_gpus: int = 0
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -54,8 +55,7 @@ def nodes_of_cluster(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
     """The nodes of a Ray cluster that may hold a stage, from what ``ray.nodes()`` answers.
 
     A node may give the memory it declares (``ray start --memory``, else Ray's own part of what was
-    free). One that is dead or declares no CPU, as a head often does, is left out. GPUs are not
-    planned for: Ray knows how many there are, and not how much they hold.
+    free). One that is dead or declares no CPU, as a head often does, is left out.
     """
     alive = [row for row in rows if row["Alive"] and row["Resources"].get("CPU", 0) > 0]
     names = [str(row.get("NodeName") or row["NodeManagerHostname"]) for row in alive]
@@ -71,6 +71,7 @@ def nodes_of_cluster(rows: Iterable[Mapping[str, Any]]) -> list[Node]:
                 num_cpus=max(int(row["Resources"]["CPU"]), 1),
                 node_id=row["NodeID"],
                 is_head=_HEAD in row["Resources"],
+                num_gpus=int(row["Resources"].get("GPU", 0)),
             )
         )
     return found

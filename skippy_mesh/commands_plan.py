@@ -99,6 +99,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             {
                 "index": stage.index,
                 "node": stage.node.name,
+                "node_gpus": stage.node.num_gpus,
                 "first_layer": stage.first_layer,
                 "end_layer": stage.end_layer,
                 "bytes": {**stage.bytes.by_term(), "total": stage.bytes.total},
@@ -141,8 +142,17 @@ def as_text(plan: Plan, costs: ModelCosts, title: str) -> str:
         f"ceiling: {plan.ceiling} ({plan.ceiling.binding.term})",
         *(f"  {text}" for text in _least_terms(plan.ceiling.terms)),
         *(f"not used: {name}: {reason}" for name, reason in plan.unused.items()),
+        *_idle_gpus(plan),
     ]
     return "\n".join(lines)
+
+
+def _idle_gpus(plan: Plan) -> list[str]:
+    nodes = {stage.node for stage in plan.stages if stage.node.num_gpus}
+    return [
+        f"not used: {node.num_gpus} GPU of {node.name}: stages compute on the CPU"
+        for node in sorted(nodes, key=lambda node: node.name)
+    ]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

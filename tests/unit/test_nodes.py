@@ -28,7 +28,7 @@ def test_a_node_of_a_cluster_may_give_the_memory_it_declares():
     slow = ray_node("10.0.0.1", CPU=2.5)
     assert nodes_of_cluster([slow, fast]) == [
         Node("10.0.0.1", 2**34, num_cpus=2, node_id=slow["NodeID"]),
-        Node("10.0.0.2", 2**35, 50 * 10**9, num_cpus=4, node_id=fast["NodeID"]),
+        Node("10.0.0.2", 2**35, 50 * 10**9, num_cpus=4, node_id=fast["NodeID"], num_gpus=1),
     ]
 
 

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.nodes import Node
+from coordinator.planner import plan
+from coordinator.request import PlanRequest
 from skippy_mesh.cli import main
+from skippy_mesh.commands_plan import as_json, as_text
 from skippy_mesh.errors import PlanError
+from skippy_mesh.planning import costs_of_model
+from stages.gguf_file import ModelFile
 from tests.real_models import REAL_MODELS, write_header
 
 ROOT = Path(__file__).parents[2]
@@ -157,3 +163,11 @@ def test_without_nodes_it_plans_for_this_machine(run, monkeypatch):
 def test_a_plan_that_fails_carries_its_numbers():
     assert PlanError("no", {"a": 1}).shortfalls == {"a": 1}
     assert PlanError("no", {}).exit_code == 1
+
+
+def test_gpus_of_a_cluster_are_told_to_be_idle(folder):
+    costs = costs_of_model(ModelFile.open(folder / "Falcon-H1-1.5B.gguf"), "q8_0")
+    nodes = [Node("a", 4 << 30, num_gpus=2), Node("b", 1 << 20, num_gpus=1)]
+    found = plan(costs, nodes, PlanRequest(lanes=1))
+    assert "not used: 2 GPU of a: stages compute on the CPU" in as_text(found, costs, "falcon")
+    assert as_json(found)["stages"][0]["node_gpus"] == 2
