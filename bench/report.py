@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.blocks import Block, blocks_of, class_of, median_of, missing, points_of
+from bench.gate.rules import Check, judge_class
 from bench.gate.settings import CROWD
 from bench.ledger import read_rows
 from bench.points import RESULTS
@@ -35,25 +36,32 @@ _COLUMNS = (
 
 
 def table_of(verdicts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A line for each model: new engine / single lane, medians over the rounds."""
+    """A line for each model: new engine / single lane, medians over the rounds. What is said of it
+    is its own; a class's verdict is that of its worst model."""
     lines = []
-    for family, entry in verdicts["classes"].items():
-        for case in entry["checks"]:
+    for entry in verdicts["classes"].values():
+        for case, found in entry["checks"].items():
+            outcome, reason = judge_class([Check(**check) for check in found])
             points = points_of(rows, case)
             crowd = [row for row in points if row["clients"] == CROWD]
             prefix = [r for r in rows if r["case"] == case and r["kind"] == "prefix"]
             warm, cold = (median_of(prefix, f"{arm}.p50_ttft_ms") for arm in ("warm", "cold"))
             lines.append([
                 case,
-                f"**{entry['verdict']}**",
+                f"**{outcome}**",
                 _pair([row for row in points if row["clients"] == 1], "output_throughput", 1.0),
                 _pair(crowd, "output_throughput", 1.0),
                 _pair(crowd, "p99_e2el_ms", 1e-3),
                 _pair(crowd, "kv_bytes_per_session", 1e-3),
                 f"{warm / cold:.2f}" if warm and cold else "",
-                entry["reason"] if case == family else "",
+                without_mix(reason, verdicts["settings"]["mixes"]),
             ])  # fmt: skip
     return lines
+
+
+def without_mix(text: str, mixes: Sequence[str]) -> str:
+    """The name of the only mix is in the line above the table."""
+    return text.removeprefix(f"{mixes[0]} ") if len(mixes) == 1 else text
 
 
 def _pair(rows: Sequence[Mapping[str, Any]], key: str, scale: float) -> str:

@@ -46,7 +46,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 def gate_at(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    check = {"name": "x <N=32>", "outcome": "fail", "detail": "0.5"}
+    check = {"name": "short-short-unique x <N=32>", "outcome": "fail", "detail": "0.5 | b"}
     classes = {"dense": {"verdict": "fail", "reason": "a | b", "checks": {"dense": [check]}}}
     (folder / "verdicts.json").write_text(json.dumps(HEAD | {"classes": classes}))
     lines = [{"identity": {}}, *rows]
@@ -86,10 +86,8 @@ def test_a_report_is_one_file_a_picture_a_block_and_a_table(tmp_path: Path) -> N
     table = readme.read_text()
     assert table.startswith("before\n") and table.endswith("after\n") and "\nold\n" not in table
     assert "2026-11-30, commit c0ffee1, 2 cores (EPYC)" in table
-    assert (
-        "| dense | **fail** | 11.0 / 10.0 | 321.0 / 10.0 | 0.0 / 0.1 | 5.0 / 5.0 | 0.10 | a / b |"
-        in table
-    )
+    assert "| dense | **fail** | 11.0 / 10.0 | 321.0 / 10.0 | 0.0 / 0.1 | 5.0 / 5.0 | 0.10 |" in table
+    assert "| x <N=32>: 0.5 / b |" in table
 
 
 @pytest.mark.parametrize(
