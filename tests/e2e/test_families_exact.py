@@ -17,7 +17,7 @@ from skippy_mesh.errors import InvalidBatchError, UsageError
 from skippy_mesh.families import WINDOW, check_cuts, family_of, legal_cuts
 from skippy_mesh.messages import Copy, StepBatch
 from stages import context as stage_context
-from stages import gguf_file, memory, worker
+from stages import gguf_file, memory, part, worker
 from stages.batch import Rows
 from stages.context import StageContext
 from stages.embedding import Embedding
@@ -297,7 +297,7 @@ def test_a_tap_one_layer_early_is_seen(made, probed_cache, monkeypatch, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_without_padding_is_seen(made, probed_cache, monkeypatch, family):
     model = made(family, "f32")
-    monkeypatch.setattr(worker, "choose_profile", lambda types, **_: Profile(1, True, True))
+    monkeypatch.setattr(part, "choose_profile", lambda types, **_: Profile(1, True, True))
     assert differences(model)
 
 

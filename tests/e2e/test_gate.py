@@ -70,8 +70,9 @@ def test_the_mesh_tells_what_a_point_cost_and_what_a_session_held(
     assert ours["recomputed_tokens"] == ours["preemptions"] == 0
     layers = costs_of_model(open_model(str(model)), "q8_0").layers
     a_cell = sum(layer.attention_per_cell for layer in layers)
-    tokens = theirs["total_input_tokens"] / 8 + 24 - 1
-    assert theirs["kv_bytes_per_session"] == round(a_cell * tokens)
+    mean = theirs["total_input_tokens"] / 8 + 24 - 1
+    longest, rest = divmod(theirs["kv_bytes_per_session"], a_cell)
+    assert rest == 0 and mean <= longest <= 1.25 * mean
     assert 0 < ours["kv_bytes_per_session"] <= 1.05 * theirs["kv_bytes_per_session"]
     assert ours["engine_memory"]["rss_bytes"] > 10**7
 
