@@ -11,12 +11,14 @@ import codecs
 import json
 import logging
 import os
+import queue
 import secrets
+import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from skippy_mesh import __version__
 from skippy_mesh.arguments import Parser, add_foreign_flags, parse
@@ -30,6 +32,9 @@ from skippy_mesh.progress import byte_bar
 from skippy_mesh.serving import add_serve_flags, serve_model
 from skippy_mesh.sizes import format_size
 from skippy_mesh.starting import open_mesh, open_model, profile_text
+
+if TYPE_CHECKING:
+    from skippy_mesh.messages import Request, TokenEvent
 
 
 def build_parser() -> Parser:
@@ -150,13 +155,14 @@ def run_generate(args: argparse.Namespace) -> int:
         planned(args, model, lanes=1, need_tokens=need_tokens) as plan,
         open_mesh(args, model, plan) as mesh,
         closing(EngineClient(mesh.channel, max_model_len=mesh.max_model_len)) as client,
+        _ending_at_interrupt(request) as events,
     ):
         # A token may end inside a character: hold the bytes until it is whole.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces: list[str] = []
         token_ids: list[int] = []
         reason = None
-        for event in client.generate(request):
+        for event in client.generate(request, events):
             reason = event.finish_reason
             if reason == "error":
                 raise StageError(event.error or "the engine failed")
@@ -165,6 +171,8 @@ def run_generate(args: argparse.Namespace) -> int:
             data = b"" if event.token_id is None else tokenizer.piece(event.token_id)
             pieces.append(decoder.decode(data, final=reason is not None))
             print(pieces[-1], end="", flush=True)
+    if reason == "abort":
+        raise KeyboardInterrupt
     print()
     if args.json:
         print(
@@ -183,6 +191,25 @@ def run_generate(args: argparse.Namespace) -> int:
             )
         )
     return 0
+
+
+@contextmanager
+def _ending_at_interrupt(request: Request) -> Iterator[queue.SimpleQueue[TokenEvent]]:
+    """Where Ctrl-C puts the last event of ``request``. Raised, it could come up inside a finaliser,
+    where Python forgets it, and the text would go on. The second one is raised."""
+    from skippy_mesh.messages import TokenEvent
+
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+
+    def end(_number: int, _frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        events.put(TokenEvent(request_id=request.request_id, finish_reason="abort"))
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield events
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run_serve(args: argparse.Namespace) -> int:

@@ -237,9 +237,12 @@ class EngineClient:
             return f"no step has ended for {silent_s:.0f} s, with {self.num_open} requests open"
         return None
 
-    def generate(self, request: Request) -> Iterator[TokenEvent]:
-        """The events of one request; leaving early aborts it."""
-        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    def generate(
+        self, request: Request, events: queue.SimpleQueue[TokenEvent] | None = None
+    ) -> Iterator[TokenEvent]:
+        """The events of one request; leaving early aborts it. Whoever gives ``events`` may put a
+        last one there, even from a signal's handler."""
+        events = events or queue.SimpleQueue()
         self.submit(request, events.put)
         try:
             while True:
