@@ -56,6 +56,12 @@ class Ledger:
             os.fsync(file.fileno())
 
 
+def set_aside(path: Path) -> None:
+    """The rows that are there, so that the next bench begins anew."""
+    if path.exists():
+        path.replace(f"{path}.old")
+
+
 def read_rows(path: Path) -> tuple[Row, list[Row]]:
     """Head and rows. A last line without its end was being written when the bench died; it is cut
     off, or the next row would be written behind it."""

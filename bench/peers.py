@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.ledger import Ledger, Row
+from bench.ledger import Ledger, Row, set_aside
 from bench.load import check_loopback
 from bench.machine import document_head
 from bench.pairs import (
@@ -185,9 +184,8 @@ def main(argv: list[str]) -> int:
     out, urls, fresh = (options.pop(name) for name in ("out", "url", "fresh"))
     for pair in urls:
         check_loopback(pair.url)
-    rows = out.with_suffix(".jsonl")
-    if fresh and rows.exists():
-        shutil.move(rows, f"{rows}.old")
+    if fresh:
+        set_aside(out.with_suffix(".jsonl"))
     find_peers()  # not built is better said now than after our first run
     chosen = [PAIRS[name] for name in options["pairs"] if name in PAIRS]
     compare([*chosen, *urls], Settings(**options), out)

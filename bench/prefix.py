@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bench.load import run_requests
 from bench.machine import document_head
+from bench.pairs import NUM_SLOTS, levels
 from bench.points import check_warm, describe, published, write_json
 from bench.programs import find_peers
 from bench.records import Run, same_texts
@@ -29,7 +30,6 @@ from bench.verdict import Points, Target, interval, paired_ratios, summarise
 from bench.workloads import Workload
 
 COLD, WARM, PEER = "cold", "warm", "llama-server"
-NUM_SLOTS = 32
 PRIMER = 10**6  # the index of a prompt that no measured request has
 
 TARGETS = (
@@ -193,7 +193,7 @@ def prefix(settings: Settings, out: Path | None) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench prefix", description=__doc__)
     parser.add_argument("--model", default="demo", help="a GGUF file, or demo")
-    parser.add_argument("--levels", type=_levels, default=[1, 8, 32], help="N,N..: clients, <= 32")
+    parser.add_argument("--levels", type=levels, default=[1, 8, 32], help="N,N..: clients, <= 32")
     parser.add_argument("--rounds", type=int, default=4, help="below 4 decides nothing")
     parser.add_argument("--shared-tokens", type=int, default=1000)
     parser.add_argument("--own-tokens", type=int, default=32)
@@ -207,10 +207,3 @@ def main(argv: list[str]) -> int:
     find_peers()  # not built is better said now than after our first run
     prefix(Settings(**options), out)
     return 0
-
-
-def _levels(text: str) -> list[int]:
-    values = [int(word) for word in text.split(",")]
-    if not all(1 <= value <= NUM_SLOTS for value in values):
-        raise ValueError
-    return values

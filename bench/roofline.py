@@ -34,14 +34,10 @@ class Work:
     num_threads: int
 
 
-def output_throughput(work: Work, prefill_s: float, decode_s: float) -> float:
-    """Tokens a second over all of the work, as a server's makespan counts them."""
-    return work.num_sessions * work.output_tokens / (prefill_s + decode_s)
-
-
 def point_of(work: Work, prefill_s: float, decode_s: float) -> dict[str, object]:
+    """Tokens a second are over all of the work, as a server's makespan counts them."""
     return {
-        "output_throughput": output_throughput(work, prefill_s, decode_s),
+        "output_throughput": work.num_sessions * work.output_tokens / (prefill_s + decode_s),
         "prefill_s": prefill_s,
         "decode_s": decode_s,
     }

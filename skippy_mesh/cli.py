@@ -202,14 +202,14 @@ def _ending_at_interrupt(request: Request) -> Iterator[queue.SimpleQueue[TokenEv
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
 
     def end(_number: int, _frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
         events.put(TokenEvent(request_id=request.request_id, finish_reason="abort"))
 
-    signal.signal(signal.SIGINT, end)
+    before = signal.signal(signal.SIGINT, end)
     try:
         yield events
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -243,7 +243,7 @@ def _show_slices(*, prunes: bool) -> int:
     for path in kept:
         print(f"{format_size(path.stat().st_size):>8}  {path}")
     if prunes:
-        print(f"deleted {len(kept)} slices, {format_size(prune_slices())} freed")
+        print(f"deleted {len(kept)} slices, {format_size(prune_slices(kept))} freed")
     return 0
 
 

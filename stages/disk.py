@@ -14,6 +14,9 @@ from typing import BinaryIO
 
 from skippy_mesh.errors import ModelFileError, NoSpaceError
 
+Progress = Callable[[int, int], None]
+"""Called with (bytes written, bytes in all)."""
+
 _NUM_DIGITS = 64  # of a sha256 in hex
 
 

@@ -11,23 +11,19 @@ import http.client
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from skippy_mesh.errors import ModelFileError
-from stages.disk import cache_dir, content_digest, write_whole
+from stages.disk import Progress, cache_dir, content_digest, write_whole
+from stages.gguf_file import part_names
+from stages.gguf_format import MAGIC
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes there, bytes in all)."""
-
-MAGIC = b"GGUF"
 _CHUNK_BYTES = 4 << 20
 _TIMEOUT_S = 30.0
 _MAX_BREAKS = 5
 """How often a connection may break without a byte in between."""
-_PART = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _PIN = re.compile(r"^sha256=([0-9a-fA-F]{64})$")
 
 
@@ -41,14 +37,15 @@ def local_model(name: str, progress: Progress | None = None) -> Path:
     if not is_url(name):
         return Path(name)
     url, _, pin = name.partition("#")
-    if pin and not _PIN.match(pin):
+    found = _PIN.match(pin)
+    if pin and found is None:
         raise ModelFileError(f"{shown(url)}: behind # goes sha256= and 64 hex digits, got {pin!r}")
     key = hashlib.sha256(url.encode()).hexdigest()[:16]
     paths = [
         _fetched(part, cache_dir() / "models" / key / file_name(part), progress)
         for part in _parts_of(url)
     ]
-    if (found := _PIN.match(pin)) is not None:
+    if found is not None:
         digest = content_digest(paths)
         if digest != found[1].lower():
             for path in paths:
@@ -76,16 +73,13 @@ def shown(url: str) -> str:
 def _parts_of(url: str) -> list[str]:
     """All parts of a model that is split, from the URL of its first; else ``url`` alone."""
     name = file_name(url)
-    split = _PART.match(name)
-    if split is None:
+    names = part_names(name)
+    if names == [name]:
         return [url]
-    if int(split[2]) != 1:
-        raise ModelFileError(f"{shown(url)} is not the first of its {int(split[3])} parts")
+    if names[:1] != [name]:
+        raise ModelFileError(f"{shown(url)} is not the first of its {len(names)} parts")
     head, _, tail = url.rpartition(name)
-    return [
-        f"{head}{split[1]}-{part:05}-of-{split[3]}.gguf{tail}"
-        for part in range(1, int(split[3]) + 1)
-    ]
+    return [f"{head}{part}{tail}" for part in names]
 
 
 def _fetched(url: str, out: Path, progress: Progress | None) -> Path:

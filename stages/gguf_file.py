@@ -134,13 +134,19 @@ def split_block_name(tensor_name: str) -> tuple[int, str] | None:
     return (int(found[1]), found[2]) if found else None
 
 
+def part_names(name: str) -> list[str]:
+    """The names of all files of a split model whose parts are named like ``name``, else that."""
+    found = _PART_NAME.fullmatch(name)
+    if found is None:
+        return [name]
+    prefix, count = found["prefix"], int(found["count"])
+    return [f"{prefix}-{part + 1:05d}-of-{count:05d}.gguf" for part in range(count)]
+
+
 def _all_parts(path: Path) -> tuple[Path, ...]:
     paths: tuple[Path, ...] = (path,)
-    if found := _PART_NAME.fullmatch(path.name):
-        prefix, count = found["prefix"], int(found["count"])
-        names = [f"{prefix}-{part + 1:05d}-of-{count:05d}.gguf" for part in range(count)]
-        if path.name in names:
-            paths = tuple(path.with_name(name) for name in names)
+    if path.name in (names := part_names(path.name)):
+        paths = tuple(path.with_name(name) for name in names)
     missing = [part for part in paths if not part.exists()]
     if missing and len(paths) == 1:
         raise ModelFileError(f"{path} does not exist")

@@ -13,7 +13,8 @@ from skippy_mesh.errors import RuntimeUnavailableError, UsageError
 from skippy_mesh.families import Family, check_slice
 from skippy_mesh.sizes import available_bytes, format_size
 from stages.context import StageContext
-from stages.download import Progress, local_model
+from stages.disk import Progress
+from stages.download import local_model
 from stages.gguf_file import ModelFile
 from stages.probe import can_repack
 from stages.profile import PLAIN, Profile, choose_profile, matrix_types, replays_in_chunks

@@ -15,7 +15,7 @@ Architectures that insist on ``output.weight``, too, get both: a second row of z
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,15 +25,12 @@ from gguf import GGMLQuantizationType
 
 from skippy_mesh.errors import ModelFileError, UsageError
 from skippy_mesh.families import check_slice
-from stages.disk import cache_dir, write_whole
+from stages.disk import Progress, cache_dir, write_whole
 from stages.gguf_file import TOKEN_EMBD, ModelFile, reading, split_block_name
 from stages.gguf_format import Tensor, Value, aligned, encode_header
 
 CUTTER_VERSION = 2
 """Part of a cached slice's name: raise it whenever the same cut would give other bytes."""
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes written, bytes in all)."""
 
 _CHUNK_BYTES = 4 << 20
 _HEAD = "output."
@@ -69,11 +66,11 @@ def kept_slices() -> list[Path]:
     return sorted((cache_dir() / "slices").glob("*.gguf"), key=lambda path: path.stat().st_atime)
 
 
-def prune_slices() -> int:
-    """Delete them all; the bytes freed. A stage that runs one keeps it until it ends, and who needs
-    one again cuts it again."""
+def prune_slices(kept: Iterable[Path]) -> int:
+    """Delete them; the bytes freed. A stage that runs one keeps it until it ends, and who needs one
+    again cuts it again."""
     freed = 0
-    for path in kept_slices():
+    for path in kept:
         freed += path.stat().st_size
         path.unlink(missing_ok=True)
     return freed

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -32,7 +31,7 @@ from bench.gate.settings import (
     default_cases,
     num_threads,
 )
-from bench.ledger import Ledger
+from bench.ledger import Ledger, set_aside
 from bench.machine import commit, machine_facts, versions
 from bench.points import write_json
 from skippy_mesh.errors import SkippyError, UsageError
@@ -226,8 +225,8 @@ def main(argv: list[str]) -> int:
     cases = default_cases(args.classes, dict(args.model))
     if args.levels:
         cases = [replace(case, levels=args.levels) for case in cases]
-    if args.fresh and (args.out / ROWS).exists():
-        shutil.move(args.out / ROWS, args.out / f"{ROWS}.old")
+    if args.fresh:
+        set_aside(args.out / ROWS)
     missing = [path for _, path in args.model if not Path(path).is_file()]
     if missing:
         raise UsageError(f"no model file at {missing[0]}")
