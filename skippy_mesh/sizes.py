@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,18 @@ from pathlib import Path
 from skippy_mesh.errors import UsageError
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_LIBC = ctypes.CDLL(None)
 _SIZE = re.compile(r"(\d+)(?:\.(\d+))? ?([KMGT]?)(iB|B|i|)", re.IGNORECASE)
+
+
+class _MallocInfo(ctypes.Structure):
+    """struct mallinfo2 of malloc.h: ``uordblks`` in use in all arenas, ``hblkhd`` in mappings."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd",
+                     "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    )  # fmt: skip
 
 
 def parse_size(text: str) -> int:
@@ -59,6 +71,19 @@ def process_bytes() -> tuple[int, int] | None:
     if "VmRSS:" not in found or "VmHWM:" not in found:
         return None
     return int(found["VmRSS:"]) * 1024, int(found["VmHWM:"]) * 1024
+
+
+def allocated_bytes() -> int:
+    """What ``malloc`` has handed out in this process, 0 where the C library is not glibc 2.33.
+
+    Resident memory would not tell what a new buffer takes: one that fits into what an earlier one
+    left behind adds nothing to it.
+    """
+    if not hasattr(_LIBC, "mallinfo2"):
+        return 0
+    _LIBC.mallinfo2.restype = _MallocInfo
+    info = _LIBC.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 def reset_peak() -> None:

@@ -32,7 +32,7 @@ from skippy_mesh.errors import (
     RuntimeUnavailableError,
 )
 from skippy_mesh.messages import MAX_LANES, Copy, Remove
-from skippy_mesh.sizes import available_bytes
+from skippy_mesh.sizes import allocated_bytes, available_bytes
 from stages.batch import BatchBuffer, Floats, Rows, check_rows
 from stages.memory import LaneMemory
 from stages.native import address_of, ggml_base, last_error, tap_library
@@ -47,11 +47,10 @@ _NO_ROWS = np.empty((0, 0), np.float32)
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Measured, not computed: ``context_bytes`` is what creating the context added to RSS."""
+    """``context_bytes`` is what creating the context allocated: pools and compute buffers."""
 
     weight_bytes: int
     context_bytes: int
-    rss_bytes: int
 
 
 class StageContext:
@@ -101,13 +100,13 @@ class StageContext:
         # Beside the lanes: the grave of stages/memory.py, then the lanes of padding rows.
         self.num_lanes = config.num_lanes + config.num_residents
         self._scratch_lanes = range(self.num_lanes + 1, self.num_lanes + profile.pad)
-        rss_before = _rss_bytes()
+        before = allocated_bytes()
         try:
             self._context = self._new_context(config)
         except RuntimeUnavailableError:
             self._free()
             raise
-        self._context_bytes = _rss_bytes() - rss_before
+        self._context_bytes = allocated_bytes() - before
         # llama.cpp rounds what was asked for; only what it reports may be relied on.
         pool: int = llama_cpp.llama_n_ctx(self._context)
         self.num_cells = min(whole_cells(config.num_cells), pool - profile.pad + 1)
@@ -205,7 +204,6 @@ class StageContext:
         return StageMemory(
             weight_bytes=self._weights.num_bytes,
             context_bytes=self._context_bytes,
-            rss_bytes=_rss_bytes(),
         )
 
     def close(self) -> None:
@@ -347,12 +345,3 @@ def _new_tap(last: str, restored: str, *, goes_on: bool) -> int:
     if not tap:
         raise RuntimeUnavailableError(f"the tap for {last or restored} could not be created")
     return tap
-
-
-def _rss_bytes() -> int:
-    """Resident memory of this process, 0 where the system does not tell."""
-    try:
-        fields = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return 0
-    return int(fields[1]) * 4096

@@ -62,7 +62,6 @@ class StageInfo:
     context_bytes: int
     planned_context_bytes: int | None
     cell_bytes: Mapping[str, int]
-    rss_bytes: int
     profile: Profile
     why_inexact: str | None
     process_id: int
@@ -346,7 +345,6 @@ def _describe(
         context_bytes=memory.context_bytes,
         planned_context_bytes=planned_bytes,
         cell_bytes=spec.need.cell_bytes if spec.need else {},
-        rss_bytes=memory.rss_bytes,
         profile=part.profile,
         why_inexact=why_inexact,
         process_id=os.getpid(),

@@ -224,7 +224,9 @@ def test_conversations_with_secrets_never_see_each_others(rules: StepRules | Non
     reports = []
     with serving(engine=engine, sharing=Sharing(rules.prefix_rule if rules else "any")) as client:
         engine.client._on_report = reports.append
-        with ThreadPoolExecutor(8) as pool:
-            num_cached = list(pool.map(lambda secret: talk(client, secret), SECRETS))
-    assert sum(num_cached) > 100, "nothing was shared"
+        for num_clients in (8, 3):
+            with ThreadPoolExecutor(num_clients) as pool:
+                num_cached = list(pool.map(lambda secret: talk(client, secret), SECRETS))
+    # Of eight at once each may find its own evicted by the other seven.
+    assert sum(num_cached) > 1000, "nothing was shared"
     assert any(r.record and r.record.prefix_evictions for r in reports), "there was room for all"
