@@ -19,6 +19,7 @@ from typing import Protocol
 
 from coordinator.ceiling import Ceiling, Term
 from coordinator.launch import Mesh, is_local, on_own_thread, stage_actors
+from coordinator.measured import Loaded
 from skippy_mesh.client import ReportQueue
 from skippy_mesh.config import StageSpec
 from skippy_mesh.errors import SkippyError, StageError
@@ -275,4 +276,13 @@ def _served(
     nodes = [platform.node()] * len(infos)
     term = Term(1, "all", "lanes", "baseline")
     limit = Ceiling(term, (term,))
-    return Mesh(engine, infos, limit, engine.max_model_len, pulses, reset, nodes), serve
+    loaded = Loaded(infos, limit, engine.max_model_len)
+    found = Mesh(
+        **vars(loaded),
+        channel=engine,
+        current=lambda: loaded,
+        pulses=pulses,
+        reset_peaks=reset,
+        nodes=nodes,
+    )
+    return found, serve

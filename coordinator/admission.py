@@ -49,7 +49,7 @@ class Admission:
     """The places of one mesh. ``now_s`` never goes back."""
 
     def __init__(self, limits: AdmissionLimits):
-        self._limits = limits
+        self.limits = limits
         self._places: dict[Hashable, _Place] = {}
         self._num_waiting = self._waiting_tokens = 0
         self._rate = ServiceRate()
@@ -70,7 +70,7 @@ class Admission:
     def take(self, key: Hashable, now_s: float) -> Refusal | None:
         """A place, or why there is none. With nobody there, there is one."""
         self._pass(now_s)
-        limits, num_open = self._limits, self.num_open
+        limits, num_open = self.limits, self.num_open
         if num_open >= limits.max_open:
             return self._refuse(
                 "queue_full",
@@ -91,7 +91,7 @@ class Admission:
         self._pass(now_s)
         place = self._places[key]
         others = self._waiting_tokens - place.num_tokens
-        limit = self._limits.max_queue_tokens
+        limit = self.limits.max_queue_tokens
         if others and others + num_tokens > limit:
             return self._refuse(
                 "queue_tokens_full",

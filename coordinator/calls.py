@@ -23,6 +23,7 @@ _GROUP_OF = {
     "times": "control",
     "reports": "reports",
     "info": "health",
+    "loaded": "control",
     "pulse": "health",
     "reset_peak": "health",
     "loading": "health",

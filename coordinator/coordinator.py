@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from coordinator.admission import Admission
 from skippy_mesh.places import AdmissionLimits, Answer, News, OpenPlace
@@ -32,10 +33,16 @@ class Coordinator:
         self._numbers: dict[str, set[int]] = {}
 
     def __repr__(self) -> str:
-        return f"coordinator ceiling {self._limits.ceiling} queue {self._limits.max_queue}"
+        limits = self._admission.limits
+        return f"coordinator ceiling {limits.ceiling} queue {limits.max_queue}"
 
-    def register(self, gateway: str, places: Sequence[OpenPlace]) -> int:
+    def register(
+        self, gateway: str, places: Sequence[OpenPlace], ceiling: int | None = None
+    ) -> int:
         now_s = self._clock()
+        if ceiling is not None:
+            lowered = min(ceiling, self._limits.ceiling)
+            self._admission.limits = replace(self._limits, ceiling=lowered)
         for number in self._numbers.get(gateway, ()):
             self._admission.end((gateway, number), now_s)
         for place in places:
@@ -87,8 +94,8 @@ class DirectDoorkeeper:
     def __init__(self, coordinator: Coordinator):
         self._coordinator = coordinator
 
-    async def register(self, gateway: str, places: Sequence[OpenPlace]) -> int:
-        return self._coordinator.register(gateway, places)
+    async def register(self, gateway: str, places: Sequence[OpenPlace], ceiling: int | None) -> int:
+        return self._coordinator.register(gateway, places, ceiling)
 
     async def take(self, gateway: str, term: int, number: int, news: News) -> Answer:
         return self._coordinator.take(gateway, term, number, news)

@@ -28,19 +28,18 @@ from ray.util.scheduling_strategies import (
 )
 
 from coordinator.calls import CONCURRENCY_GROUPS, with_groups
-from coordinator.ceiling import Ceiling, Term, context_bound
+from coordinator.ceiling import Ceiling
 from coordinator.coordinator import Coordinator
 from coordinator.hops import Echo
 from coordinator.loading import LOOK_S, load_actors
-from coordinator.measured import engine_plan
+from coordinator.measured import Loaded, engine_plan
 from coordinator.nodes import Node, nodes_of_cluster
 from coordinator.ray_board import RayBoard
 from coordinator.remote import RemoteDoorkeeper, RemoteGateway
 from coordinator.reservation import Say, release, reserve, say_on_stderr
-from coordinator.supervisor import Supervisor
+from coordinator.supervisor import PlanOf, Supervisor
 from skippy_mesh.client import Channel
 from skippy_mesh.config import EngineSettings, StageSpec
-from skippy_mesh.engine import EnginePlan
 from skippy_mesh.errors import RuntimeUnavailableError, UsageError
 from skippy_mesh.health import MAX_RESTARTS, STUCK_S, OnLoad, Pulse, Watchdog, why_silent
 from skippy_mesh.places import AdmissionLimits
@@ -115,23 +114,19 @@ def _check_answers(address: str) -> None:
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """A running mesh. ``pulses`` asks the stages how they are, ``reset_peaks`` lets each count its
-    peak of memory anew, and ``nodes`` says where each is. Where the stages are actors, a mesh can
-    be handed to another process."""
+class Mesh(Loaded):
+    """A running mesh, and what it was when it was started; ``current`` asks what it is now.
+
+    ``pulses`` asks the stages how they are, ``reset_peaks`` lets each count its peak of memory
+    anew, and ``nodes`` says where each is. Where the stages are actors, a mesh can be handed to
+    another process.
+    """
 
     channel: Channel
-    infos: Sequence[StageInfo]
-    ceiling: Ceiling
-    max_model_len: int
+    current: Callable[[], Loaded]
     pulses: Callable[[], Mapping[int, Pulse | Exception]]
     reset_peaks: Callable[[], None]
     nodes: Sequence[str]
-
-    @property
-    def num_cells(self) -> int:
-        """Of the smallest pool."""
-        return min(info.capacity.num_cells for info in self.infos)
 
     def silent_stages(self) -> dict[int, str]:
         """The stages that cannot run a step, and what is wrong with each."""
@@ -141,18 +136,6 @@ class Mesh:
     def is_remote(self) -> bool:
         """Whether the engine is an actor, which any process can talk to."""
         return isinstance(self.channel, RemoteHead)
-
-    @property
-    def context_bound(self) -> Term:
-        return context_bound([info.capacity for info in self.infos], self.max_model_len)
-
-    @property
-    def why_inexact(self) -> str | None:
-        """None if every stage's self-test passed, else the first stage's reason."""
-        return next((i.why_inexact for i in self.infos if i.why_inexact is not None), None)
-
-
-_PlanOf = Callable[[Sequence[StageInfo]], tuple[EnginePlan, Ceiling]]
 
 
 @contextmanager
@@ -195,16 +178,21 @@ def is_local(specs: Sequence[StageSpec]) -> bool:
 
 
 @contextmanager
-def _local_mesh(spec: StageSpec, plan_of: _PlanOf, on_load: OnLoad | None) -> Iterator[Mesh]:
+def _local_mesh(spec: StageSpec, plan_of: PlanOf, on_load: OnLoad | None) -> Iterator[Mesh]:
     head = StageHead(spec)
 
-    def load() -> tuple[Mesh, Callable[[], None]]:
+    def load() -> tuple[Mesh, Callable[[], object]]:
         info = head.load()
-        plan, limit = plan_of([info])
+        plan, loaded = plan_of([info])
         head.prepare(plan)
-        nodes = [platform.node()]
-        pulses, reset = lambda: {0: head.pulse()}, head.reset_peak
-        found = Mesh(head, [info], limit, plan.max_model_len, pulses, reset, nodes)
+        found = Mesh(
+            **vars(loaded),
+            channel=head,
+            current=lambda: loaded,
+            pulses=lambda: {0: head.pulse()},
+            reset_peaks=head.reset_peak,
+            nodes=[platform.node()],
+        )
         return found, head.serve
 
     look = None if on_load is None else functools.partial(_look, head, on_load)
@@ -218,7 +206,7 @@ def _look(head: StageHead, on_load: OnLoad) -> None:
 
 @contextmanager
 def on_own_thread(
-    load: Callable[[], tuple[Mesh, Callable[[], None]]], look: Callable[[], None] | None = None
+    load: Callable[[], tuple[Mesh, Callable[[], object]]], look: Callable[[], None] | None = None
 ) -> Iterator[Mesh]:
     """A mesh and what serves it, loaded and then run on one new thread, which owns the contexts
     that are built there. Serving ends when the mesh's channel is closed, which is on exit. Until
@@ -249,7 +237,7 @@ def on_own_thread(
 @contextmanager
 def _ray_mesh(
     specs: Sequence[StageSpec],
-    plan_of: _PlanOf,
+    plan_of: PlanOf,
     mesh_name: str,
     spread: bool,
     on_load: OnLoad | None,
@@ -258,17 +246,16 @@ def _ray_mesh(
     with stage_actors(
         specs, mesh_name=mesh_name, first=StageHead, spread=spread, on_load=on_load, say=say
     ) as (actors, infos):
-        plan, limit = plan_of(infos)
-        supervisor = Supervisor(actors, plan, Watchdog(STUCK_S))
+        supervisor = Supervisor(actors, infos, plan_of, Watchdog(STUCK_S))
+        head = RemoteHead(actors[0])
         try:
             yield Mesh(
-                RemoteHead(actors[0]),
-                infos,
-                limit,
-                plan.max_model_len,
-                functools.partial(read_pulses, dict(enumerate(actors))),
-                functools.partial(reset_peaks, actors),
-                ray.get([actor.node.remote() for actor in actors]),
+                **vars(supervisor.loaded),
+                channel=head,
+                current=head.loaded,
+                pulses=functools.partial(read_pulses, dict(enumerate(actors))),
+                reset_peaks=functools.partial(reset_peaks, actors),
+                nodes=ray.get([actor.node.remote() for actor in actors]),
             )
         finally:
             supervisor.close()

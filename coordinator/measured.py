@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from coordinator.ceiling import Ceiling, after_load, ceiling
+from coordinator.ceiling import Ceiling, Term, after_load, ceiling, context_bound
 from skippy_mesh.config import EngineSettings
 from skippy_mesh.engine import EnginePlan
 from skippy_mesh.health import MAX_RESTARTS
@@ -17,13 +17,37 @@ from stages.worker import StageInfo
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What the stages of a mesh have, and what follows for requests. It changes when a stage comes
+    back from its death with other memory than before."""
+
+    infos: Sequence[StageInfo]
+    ceiling: Ceiling
+    max_model_len: int
+
+    @property
+    def num_cells(self) -> int:
+        """Of the smallest pool."""
+        return min(info.capacity.num_cells for info in self.infos)
+
+    @property
+    def context_bound(self) -> Term:
+        return context_bound([info.capacity for info in self.infos], self.max_model_len)
+
+    @property
+    def why_inexact(self) -> str | None:
+        """None if every stage's self-test passed, else the first stage's reason."""
+        return next((i.why_inexact for i in self.infos if i.why_inexact is not None), None)
+
+
 def engine_plan(
     infos: Sequence[StageInfo],
     settings: EngineSettings,
     parallel: int | None = None,
     planned: Ceiling | None = None,
     max_restarts: int = MAX_RESTARTS,
-) -> tuple[EnginePlan, Ceiling]:
+) -> tuple[EnginePlan, Loaded]:
     """What the engine over these stages may do: the least of what each can."""
     if planned is None:
         limit = ceiling([info.capacity for info in infos], parallel=parallel)
@@ -48,7 +72,7 @@ def engine_plan(
         max_restarts=max_restarts,
         settings=settings,
     )
-    return plan, limit
+    return plan, Loaded(infos, limit, plan.max_model_len)
 
 
 def _warn_of_difference(info: StageInfo) -> None:

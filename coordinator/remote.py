@@ -40,8 +40,8 @@ class RemoteDoorkeeper:
         self._answers_within_s = answers_within_s
         self._answered_s = 0.0
 
-    async def register(self, gateway: str, places: Sequence[OpenPlace]) -> int:
-        term: int = await self._answer(self._actor.register.remote(gateway, places))
+    async def register(self, gateway: str, places: Sequence[OpenPlace], ceiling: int | None) -> int:
+        term: int = await self._answer(self._actor.register.remote(gateway, places, ceiling))
         return term
 
     async def take(self, gateway: str, term: int, number: int, news: News) -> Answer:

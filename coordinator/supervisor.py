@@ -1,7 +1,8 @@
 """What the driver does for a running mesh: stage 0 when it dies, and any stage that hangs.
 
 The engine loads the stages behind it again by itself. What it cannot do is come back from its own
-death, or end a step that never returns. One thread looks once a second.
+death, end a step that never returns, or go on over a stage that came back with other memory than it
+was planned for. One thread looks once a second.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
 
+from coordinator.measured import Loaded
 from skippy_mesh.engine import EnginePlan
-from skippy_mesh.errors import StageError, StageLostError
+from skippy_mesh.errors import SkippyError, StageLostError
 from skippy_mesh.health import Pulse, RestartLimit, Watchdog
-from stages.pipeline import Revival, first_line, read_pulses
+from stages.pipeline import Revival, first_line, read_infos, read_pulses
+from stages.worker import StageInfo
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +29,27 @@ _WATCH_S = 1.0
 _POLL_S = 0.2
 _END_S = 10.0
 
+PlanOf = Callable[[Sequence[StageInfo]], tuple[EnginePlan, Loaded]]
+
 
 class Supervisor:
-    """Serves ``plan`` on ``actors``, of which the first has the engine, until :meth:`close`."""
+    """Serves what ``plan_of`` plans over ``actors``, which are loaded and say ``infos``, until
+    :meth:`close`. The first of them has the engine."""
 
-    def __init__(self, actors: Sequence[Any], plan: EnginePlan, watchdog: Watchdog):
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        infos: Sequence[StageInfo],
+        plan_of: PlanOf,
+        watchdog: Watchdog,
+    ):
         self._actors = dict(enumerate(actors))
         self._head, self._later = actors[0], list(actors[1:])
-        self._plan = plan
-        self._restarts = RestartLimit(plan.max_restarts)
+        self._plan_of = plan_of
+        self._plan, self.loaded = plan_of(infos)
+        self._restarts = RestartLimit(self._plan.max_restarts)
         self._watchdog = watchdog
-        self._highest_epoch = plan.first_epoch
+        self._highest_epoch = self._plan.first_epoch
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._start_engine()
@@ -49,7 +62,8 @@ class Supervisor:
         self._thread.join(_END_S)
 
     def _start_engine(self) -> None:
-        ray.get(self._head.prepare.remote(self._plan, self._later))
+        capacities = [info.capacity for info in self.loaded.infos[1:]]
+        ray.get(self._head.prepare.remote(self._plan, self._later, capacities, self.loaded))
         self._serving = self._head.serve.remote()
 
     def _run(self) -> None:
@@ -64,44 +78,45 @@ class Supervisor:
             ended, _ = ray.wait([self._serving], timeout=_WATCH_S)
             if not ended:
                 self._look()
-            elif not (self._has_died() and self._revive()):
+            elif not (self._needs_engine() and self._revive()):
                 return
 
-    def _has_died(self) -> bool:
-        """Whether the engine is gone; False when it has ended as it was told."""
+    def _needs_engine(self) -> bool:
+        """Whether there must be a new one; False when the last has ended as it was told."""
         try:
-            ray.get(self._serving)
+            needs_engine: bool = ray.get(self._serving)
+            return needs_engine
         except ray.exceptions.RayError as error:
             if self._is_closing.is_set():
                 return False
             logger.warning("stage 0 is lost: %s", first_line(error))
             return True
-        return False
 
     def _revive(self) -> bool:
-        """Start stage 0 again, unless that was done too often. Whoever asks an actor that was
-        ended for good hears that at once."""
+        """An engine on stage 0 over what the stages have now, unless that was done too often.
+        Whoever asks an actor that was ended for good hears that at once."""
         while not self._is_closing.is_set():
             if not self._restarts.allows(0, time.monotonic()):
-                logger.error("stage 0 had %s, and no more are made", self._restarts)
+                logger.error("the engine had %s, and no more are made", self._restarts)
                 break
             try:
                 if not self._load_head():
                     break
-                self._plan = replace(self._plan, first_epoch=self._next_epoch())
+                plan, self.loaded = self._plan_of(read_infos(self._actors, self.loaded.infos))
+                self._plan = replace(plan, first_epoch=self._next_epoch())
                 self._start_engine()
                 return True
             except (StageLostError, ray.exceptions.RayActorError) as error:
                 logger.warning("stage 0 was lost again: %s", first_line(error))
-            except StageError as error:
-                logger.error("stage 0 cannot be had back: %s", error)
+            except SkippyError as error:
+                logger.error("the engine cannot be had back: %s", error)
                 break
         ray.kill(self._head)
         return False
 
     def _load_head(self) -> bool:
         """Whether it is loaded; False if there is no need any more."""
-        revival = Revival([self._head], self._plan.capacity)
+        revival = Revival([self._head])
         while not self._is_closing.is_set():
             if revival.poll(_POLL_S):
                 return True

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from skippy_mesh.errors import SkippyError, StageLostError
+from skippy_mesh.errors import SkippyError, StageChangedError, StageLostError
 from skippy_mesh.health import STUCK_S
 from skippy_mesh.messages import FinishReason, Request, StageLoss, StepReport, TokenEvent
 from skippy_mesh.times import FirstToken, RequestEnd, RequestNews, RequestTimes
@@ -54,7 +54,7 @@ class ReportQueue:
     """Reports on their way between two threads."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[StepReport | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StepReport | SkippyError | None] = queue.SimpleQueue()
 
     def put(self, report: StepReport) -> None:
         self._queue.put(report)
@@ -62,8 +62,14 @@ class ReportQueue:
     def close(self) -> None:
         self._queue.put(None)
 
+    def fail(self, error: SkippyError) -> None:
+        """Raise ``error`` behind the last report."""
+        self._queue.put(error)
+
     def __iter__(self) -> Iterator[StepReport]:
         while (report := self._queue.get()) is not None:
+            if isinstance(report, SkippyError):
+                raise report
             yield report
 
 
@@ -156,9 +162,10 @@ class _Receiver:
 class EngineClient:
     """Submits to ``channel`` and passes each event to its request's sink, on a thread of its own.
 
-    ``on_report`` gets every report first, on the same thread, then ``on_requests`` what it meant to
-    the requests it names; the last report ends what is open and knows no state. Any thread may call
-    the methods.
+    ``on_connect`` is told of each engine that listens and says how many tokens a request may have
+    there. ``on_report`` gets every report first, on the same thread, then ``on_requests`` what it
+    meant to the requests it names; the last report ends what is open and knows no state. Any thread
+    may call the methods.
     """
 
     def __init__(
@@ -166,12 +173,14 @@ class EngineClient:
         channel: Channel,
         *,
         max_model_len: int,
+        on_connect: Callable[[], int] | None = None,
         on_report: Callable[[StepReport], None] | None = None,
         on_requests: Callable[[RequestNews], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.max_model_len = max_model_len
         self._channel = channel
+        self._on_connect = on_connect
         self._on_report = on_report
         self._on_requests = on_requests
         self._receivers: dict[str, _Receiver] = {}
@@ -284,8 +293,10 @@ class EngineClient:
         loss: StageLostError | None = None
         while True:
             self._channel.connect()
-            self._resume(loss)
             try:
+                if self._on_connect is not None:
+                    self.max_model_len = self._on_connect()
+                self._resume(loss)
                 for report in self._channel.reports():
                     self._progress_s = self._clock()
                     self._deliver(report)
@@ -294,9 +305,9 @@ class EngineClient:
                 logger.warning("%s; what is open is submitted to the next engine", error)
                 loss = error
             with self._lock:
-                self._is_connected = False
-                if self._suspects:
+                if self._is_connected and self._suspects:
                     self._receivers[self._suspects[0]].num_losses_alone += 1
+                self._is_connected = False
 
     def _resume(self, loss: StageLostError | None) -> None:
         """Submit all that is open: first who ran when the engine was lost, and of those who seems
@@ -320,7 +331,10 @@ class EngineClient:
                 self._channel.close()
         if loss is not None:
             events = tuple(end for end in ends.values() if end is not None)
-            self._deliver(StepReport(events, loss=StageLoss(loss.stage, len(self._suspects))))
+            # A stage that has changed was lost before, and the engine over it has said so.
+            is_told = isinstance(loss, StageChangedError)
+            lost = None if is_told else StageLoss(loss.stage, len(self._suspects))
+            self._deliver(StepReport(events, loss=lost))
 
     def _deliver(self, report: StepReport) -> None:
         now_s = self._clock()

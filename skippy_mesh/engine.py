@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from skippy_mesh.config import EngineSettings, StepRules
-from skippy_mesh.errors import RequestError, StageError, StageLostError
+from skippy_mesh.errors import RequestError, StageChangedError, StageError, StageLostError
 from skippy_mesh.health import MAX_RESTARTS, RestartLimit
 from skippy_mesh.messages import (
     Request,
@@ -64,7 +64,8 @@ class Pipeline(Protocol):
     def restore(self, timeout_s: float) -> bool:
         """Load again the stages that were lost and leave the others alone, waiting for about
         ``timeout_s``; whether all are there. :class:`StageLostError` for one that died once more,
-        any other error if one cannot be had back."""
+        :class:`StageChangedError` for one that has other memory than before, any other error if one
+        cannot be had back."""
         ...
 
 
@@ -155,10 +156,13 @@ class Engine:
         self._commands.put(None)
 
     def run(self) -> None:
-        """Steps while there is work, waits while there is none, until :meth:`close`."""
+        """Steps while there is work, waits while there is none, until :meth:`close`. At a
+        :class:`StageChangedError` what is open is left to the engine that is to follow."""
         while not (self._is_closing and not self.scheduler.has_work):
             try:
                 self.turn()
+            except StageChangedError:
+                raise
             except Exception as error:  # a bug of ours must not leave clients waiting
                 logger.exception("the engine failed")
                 self._fail(f"internal engine error: {type(error).__name__}")
@@ -227,6 +231,8 @@ class Engine:
     def _restore(self) -> None:
         try:
             self._is_restoring = not self._pipeline.restore(_RESTORE_S)
+        except StageChangedError:
+            raise
         except StageLostError as error:
             logger.warning("%s", error)
             self._lose(error, 0)

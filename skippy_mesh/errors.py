@@ -109,6 +109,10 @@ class StageLostError(StageError):
         return str(self.args[0])
 
 
+class StageChangedError(StageLostError):
+    """``stage`` is there again with other memory than before: its engine's plans hold no more."""
+
+
 class DecodeError(StageError):
     """``lanes`` lost their memory on this stage and must be recomputed everywhere."""
 

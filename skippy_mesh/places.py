@@ -116,8 +116,9 @@ class Doorkeeper(Protocol):
     Every call may raise :class:`~skippy_mesh.errors.CoordinatorLostError`.
     """
 
-    async def register(self, gateway: str, places: Sequence[OpenPlace]) -> int:
-        """Replace all that is known of ``gateway`` by ``places``; the new term."""
+    async def register(self, gateway: str, places: Sequence[OpenPlace], ceiling: int | None) -> int:
+        """Replace all that is known of ``gateway`` by ``places``; the new term. ``ceiling`` is what
+        its engine can run now, where that may be less than the limits say."""
         ...
 
     async def take(self, gateway: str, term: int, number: int, news: News) -> Answer:

@@ -7,6 +7,8 @@ owns the context; everything else may be called from any.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,11 +16,14 @@ from typing import Any
 from skippy_mesh.client import ReportQueue
 from skippy_mesh.config import StageSpec
 from skippy_mesh.engine import Engine, EnginePlan
-from skippy_mesh.errors import StageError
+from skippy_mesh.errors import StageChangedError, StageError
 from skippy_mesh.health import Loading, Pulse, RestartLimit
 from skippy_mesh.messages import Request, StepReport
+from skippy_mesh.scheduler.memory import Capacity
 from stages.pipeline import HeadPipeline
 from stages.worker import StageInfo, StageWorker
+
+logger = logging.getLogger(__name__)
 
 
 class StageHead:
@@ -26,6 +31,8 @@ class StageHead:
         self._worker = StageWorker(spec)
         self._reports: ReportQueue | None = None
         self._engine: Engine | None = None
+        self._told: object = None
+        self._lock = threading.Lock()  # between an engine's end and who connects to it
 
     def __repr__(self) -> str:
         return repr(self._worker)
@@ -36,27 +43,48 @@ class StageHead:
     def loading(self) -> Loading:
         return self._worker.loading()
 
-    def prepare(self, plan: EnginePlan, actors: Sequence[Any] = ()) -> None:
-        """Build the engine over this stage and the ``actors`` of those behind it."""
-        pipeline = HeadPipeline(self._worker, actors, plan.capacity)
+    def prepare(
+        self,
+        plan: EnginePlan,
+        actors: Sequence[Any] = (),
+        capacities: Sequence[Capacity] = (),
+        loaded: object = None,
+    ) -> None:
+        """Build the engine over this stage and the ``actors`` of those behind it, which have
+        ``capacities``. ``loaded`` is what :meth:`loaded` is to tell of it."""
+        pipeline = HeadPipeline(self._worker, actors, capacities)
         restarts = RestartLimit(plan.max_restarts)
+        self._told = loaded
         self._engine = Engine(plan.scheduler(), pipeline, _drop, restarts=restarts)
 
-    def serve(self) -> None:
-        """Run until :meth:`close`."""
+    def loaded(self) -> object:
+        """What its maker says of the engine, to whoever has connected to it."""
+        return self._told
+
+    def serve(self) -> bool:
+        """Run until :meth:`close`. True if a stage behind has changed, for which an engine with
+        other plans must be prepared; the stages stay as they are."""
         try:
             self._prepared().run()
+        except StageChangedError as error:
+            logger.warning("%s: requests go on with an engine planned for that", error)
+            with self._lock:
+                self._engine = None
+                if self._reports is not None:
+                    self._reports.fail(error)
+            return True
         finally:
-            if self._reports is not None:
-                self._reports.close()
-            self._worker.close()
+            if self._engine is not None:
+                self._end()
+        return False
 
     def connect(self) -> None:
         """Report to the caller from now on. Who did so before is done, and what it asked for is
         dropped: nobody is left to hear of it."""
-        engine, before = self._prepared(), self._reports
-        self._reports = ReportQueue()
-        engine.report_to(self._reports.put)
+        with self._lock:
+            engine, before = self._prepared(), self._reports
+            self._reports = ReportQueue()
+            engine.report_to(self._reports.put)
         if before is not None:
             before.close()
 
@@ -94,6 +122,11 @@ class StageHead:
 
     def node(self) -> str:
         return self._worker.node()
+
+    def _end(self) -> None:
+        if self._reports is not None:
+            self._reports.close()
+        self._worker.close()
 
     def _prepared(self) -> Engine:
         if self._engine is None:

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from skippy_mesh.engine import Pending
-from skippy_mesh.errors import SkippyError, StageError, StageLostError
+from skippy_mesh.errors import SkippyError, StageChangedError, StageError, StageLostError
 from skippy_mesh.health import WINDOW_S, Pulse, why_silent
 from skippy_mesh.messages import Request, StepBatch, StepReport, StepResult
 from skippy_mesh.scheduler.memory import Capacity
@@ -57,12 +57,16 @@ class RayPending:
 
 class HeadPipeline:
     """Stage 0 is ``worker``, in this process and on this thread; ``actors`` are the stages behind
-    it. Without any, a step makes no Ray call at all. ``needed`` is what each has to have."""
+    it, each of which has its one of ``capacities``. Without any, a step makes no Ray call at
+    all."""
 
-    def __init__(self, worker: StageWorker, actors: Sequence[Any], needed: Capacity):
+    def __init__(
+        self, worker: StageWorker, actors: Sequence[Any] = (), capacities: Sequence[Capacity] = ()
+    ):
         self._worker = worker
         self._actors = list(actors)
-        self._revival = Revival(actors, needed, first_index=1)
+        self._capacities = dict(enumerate(capacities, 1))
+        self._revival = Revival(actors, first_index=1)
 
     def submit(self, batch: StepBatch) -> Pending:
         try:
@@ -85,22 +89,32 @@ class HeadPipeline:
         return ends
 
     def restore(self, timeout_s: float) -> bool:
-        return self._revival.poll(timeout_s)
+        if not self._revival.poll(timeout_s):
+            return False
+        for index, info in self._revival.infos.items():
+            before = self._capacities[index]
+            if info.capacity != before:
+                raise StageChangedError(
+                    f"stage {index} came back with {info.capacity.by_component()}, and had "
+                    f"{before.by_component()}",
+                    index,
+                )
+        return True
 
 
 class Revival:
-    """Loads stages again whose processes Ray has started again. Those that live are not touched."""
+    """Loads stages again whose processes Ray has started again. Those that live are not touched.
+    ``infos`` are what those that it has loaded say, by stage."""
 
     def __init__(
         self,
         actors: Sequence[Any],
-        needed: Capacity,
         *,
         first_index: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._actors = dict(enumerate(actors, first_index))
-        self._needed = needed
+        self.infos: dict[int, StageInfo] = {}
         self._clock = clock
         self._loads: dict[int, Any] = {}
         self._absent_since_s: float | None = None
@@ -113,7 +127,7 @@ class Revival:
         for index, load in list(self._loads.items()):
             if ray.wait([load], timeout=0)[0]:
                 del self._loads[index]
-                self._check(index, load)
+                self.infos[index] = self._loaded(index, load)
         pulses = read_pulses(self._actors)
         for index, pulse in pulses.items():
             if isinstance(pulse, Pulse) and not pulse.is_loaded and index not in self._loads:
@@ -122,9 +136,10 @@ class Revival:
         self._wait_for(absent, timeout_s)
         return not self._loads and not absent
 
-    def _check(self, index: int, load: Any) -> None:
+    def _loaded(self, index: int, load: Any) -> StageInfo:
         try:
             info: StageInfo = ray.get(load)
+            return info
         except ray.exceptions.RayTaskError as error:
             logger.error("stage %d cannot be loaded again: %s", index, first_line(error.cause))
             raise StageError(
@@ -132,11 +147,6 @@ class Revival:
             ) from error
         except ray.exceptions.RayError as error:
             raise StageLostError(f"stage {index} died while it was loaded again", index) from error
-        if Capacity.least([info.capacity, self._needed]) != self._needed:
-            raise StageError(
-                f"stage {index} came back with less memory: {info.capacity.by_component()}, and "
-                f"{self._needed.by_component()} are in use; start the mesh again"
-            )
 
     def _wait_for(self, absent: Sequence[int], timeout_s: float) -> None:
         if not absent:
@@ -249,6 +259,17 @@ class RemoteHead:
             for ref in self._actor.reports.remote():
                 yield ray.get(ref)
         except ray.exceptions.RayError as error:
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(
+                error.cause, StageChangedError
+            ):
+                raise error.cause from error
+            raise StageLostError(f"stage 0 is lost ({type(error).__name__})", 0) from error
+
+    def loaded(self) -> Any:
+        """What the engine that listens was planned for; :class:`StageLostError` without one."""
+        try:
+            return ray.get(self._actor.loaded.remote())
+        except ray.exceptions.RayError as error:
             raise StageLostError(f"stage 0 is lost ({type(error).__name__})", 0) from error
 
 
@@ -258,6 +279,22 @@ def read_pulses(actors: Mapping[int, Any]) -> dict[int, Pulse | Exception]:
     refs = {index: actor.pulse.remote() for index, actor in actors.items()}
     ray.wait(list(refs.values()), num_returns=len(refs), timeout=_SILENCE_S)
     return {index: _pulse(ref) for index, ref in refs.items()}
+
+
+def read_infos(actors: Mapping[int, Any], before: Sequence[StageInfo]) -> list[StageInfo]:
+    """What each of ``actors`` says of itself; of one that is gone or not loaded just now, what it
+    said ``before``."""
+    refs = {index: actor.info.remote() for index, actor in actors.items()}
+    ray.wait(list(refs.values()), num_returns=len(refs), timeout=_SILENCE_S)
+    return [_info(refs[index]) or info for index, info in enumerate(before)]
+
+
+def _info(ref: Any) -> StageInfo | None:
+    try:
+        info: StageInfo | None = ray.get(ref, timeout=0)
+        return info
+    except (ray.exceptions.RayError, TimeoutError):
+        return None
 
 
 def _pulse(ref: Any) -> Pulse | Exception:

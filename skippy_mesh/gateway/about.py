@@ -7,8 +7,10 @@ import time
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from skippy_mesh import __version__
+from skippy_mesh.client import EngineClient
 from skippy_mesh.gateway.chat import Tokenizer
 from skippy_mesh.gateway.errors import ApiError
+from skippy_mesh.gateway.refusals import Bounds
 from skippy_mesh.gateway.rules import ApiRules
 from skippy_mesh.gateway.schemas import DEFAULT_MAX_CHAT_TOKENS, GenerationBody
 
@@ -29,7 +31,7 @@ _HOME = """<!doctype html><title>skippy_mesh</title>
 
 
 class About:
-    """Cards and properties of one model; ``num_slots`` requests may run at once."""
+    """Cards and properties of one model. What a request and how many may have can change."""
 
     def __init__(
         self,
@@ -37,14 +39,14 @@ class About:
         tokenizer: Tokenizer,
         rules: ApiRules,
         *,
-        max_model_len: int,
-        num_slots: int,
+        engine: EngineClient,
+        bounds: Bounds,
     ):
         self._names = (model_name, *rules.aliases)
         self._tokenizer = tokenizer
         self._rules = rules
-        self._max_model_len = max_model_len
-        self._num_slots = num_slots
+        self._engine = engine
+        self._bounds = bounds
         self._started_at = int(time.time())
 
     async def home(self) -> Response:
@@ -74,9 +76,9 @@ class About:
         template = self._tokenizer.chat_template
         return JSONResponse({
             "default_generation_settings": {
-                "n_ctx": self._max_model_len, "params": self._default_params(),
+                "n_ctx": self._engine.max_model_len, "params": self._default_params(),
             },
-            "total_slots": self._num_slots,
+            "total_slots": self._bounds.ceiling.value,
             "model_alias": self._names[0],
             "model_path": self._rules.facts.get("file"),
             "modalities": {"vision": False, "audio": False, "video": False},
@@ -107,11 +109,11 @@ class About:
             "owned_by": "skippy",
             "root": self._rules.tokenizer_id or name,
             "parent": None,
-            "max_model_len": self._max_model_len,
+            "max_model_len": self._engine.max_model_len,
             "permission": [],
             "meta": {
                 "n_vocab": self._tokenizer.num_tokens,
-                "n_ctx": self._max_model_len,
+                "n_ctx": self._engine.max_model_len,
                 "n_ctx_train": self._tokenizer.max_trained_tokens,
                 **{key: facts[key] for key in ("n_embd", "n_params", "size", "ftype")
                    if key in facts},

@@ -80,15 +80,12 @@ def create_app(
     readiness = Readiness(
         health, engine, exact=exact, exact_reason=exact_reason, window_s=limits.ready_window_s
     )
-    about = About(
-        model_name, tokenizer, rules,
-        max_model_len=engine.max_model_len, num_slots=bounds.ceiling.value,
-    )  # fmt: skip
+    about = About(model_name, tokenizer, rules, engine=engine, bounds=bounds)
     prompts = Prompts(tokenizer, needs_history=sharing.needs_history)
     read = _reader(limits.max_body_bytes)
     texts = Texts(
         tokenizer, prompts, BodyParser(is_strict=rules.is_strict_field), read,
-        max_model_len=engine.max_model_len, tool_parser=rules.tool_parser,
+        engine=engine, tool_parser=rules.tool_parser,
     )  # fmt: skip
     generation = Generation(
         engine, tokenizer, grammars, prompts,

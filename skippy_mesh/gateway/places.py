@@ -58,7 +58,7 @@ class Place:
 
 class Places:
     """All places of one gateway. ``gateway`` is its name; a new gateway of the same name takes the
-    place of the old one."""
+    place of the old one. Its :attr:`ceiling` may be set on any thread."""
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class Places:
         self._tell_after_s = tell_after_s
         self._numbers = itertools.count()
         self._open: dict[int, Place] = {}
+        self._ceiling: int | None = None
         self._term: int | None = None
         self._registering: asyncio.Task[int] | None = None
         self._counted: list[tuple[int, int]] = []
@@ -84,6 +85,16 @@ class Places:
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    @property
+    def ceiling(self) -> int | None:
+        """How many requests the engine can run, if it is not what the coordinator was told."""
+        return self._ceiling
+
+    @ceiling.setter
+    def ceiling(self, ceiling: int) -> None:
+        self._ceiling = ceiling
+        self._term = None  # whoever asks next tells it
 
     def oldest_waiting_s(self) -> float | None:
         """How long the first of those in the queue has been there. Any thread."""
@@ -158,10 +169,13 @@ class Places:
             OpenPlace(number=place.number, num_tokens=place.num_tokens, is_waiting=place.is_waiting)
             for place in self._open.values()
         ]
+        ceiling = self._ceiling
         try:
-            self._term = term = await self._doorkeeper.register(self._gateway, book)
+            term = await self._doorkeeper.register(self._gateway, book, ceiling)
         finally:
             self._registering = None
+        # Else it was set while this was on its way, and the next question tells it.
+        self._term = term if ceiling == self._ceiling else None
         logger.info("registered %d open requests, term %d", len(book), term)
         if self._counted or self._started or self._ended:  # meanwhile
             self._tell_soon()

@@ -14,9 +14,9 @@ from skippy_mesh.messages import Request
 from skippy_mesh.places import retry_after_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bounds:
-    """What binds how many requests may run, and how many tokens one may have."""
+    """What binds how many requests may run, and how many tokens one may have, as it is just now."""
 
     ceiling: Bound
     context: Bound

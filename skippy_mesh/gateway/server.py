@@ -9,6 +9,7 @@ signal aborts at once.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import signal
 import socket
 import threading
@@ -30,7 +31,7 @@ from skippy_mesh.gateway.prefixes import Sharing, new_secret
 from skippy_mesh.gateway.readiness import DRAINING, Problem
 from skippy_mesh.gateway.refusals import Bounds
 from skippy_mesh.gateway.rules import ApiRules
-from skippy_mesh.gateway.status import Served, status
+from skippy_mesh.gateway.status import LoadedLike, Served, status
 from skippy_mesh.gateway.token_stream import Limits
 from skippy_mesh.gateway.watch import Watch
 from skippy_mesh.places import AdmissionLimits, Doorkeeper
@@ -39,6 +40,8 @@ from skippy_mesh.telemetry import Telemetry
 from stages.download import local_model
 from stages.grammar_compiler import GrammarCompiler
 from stages.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _ABORT_S = 10  # for the last events to reach their clients
 _POLL_S = 0.1
@@ -152,6 +155,8 @@ class GatewayServer:
         spec = self._spec
         sock = sock or listen(spec.host, spec.port)
         self._mesh = mesh
+        self._loaded: LoadedLike = mesh
+        self._bounds = Bounds(mesh.ceiling.binding, mesh.context_bound)
         self._places = Places(doorkeeper)
         self._model_path = str(local_model(spec.model_path))
         self._grammars = GrammarCompiler(self._model_path)
@@ -160,6 +165,7 @@ class GatewayServer:
         self._client = EngineClient(
             mesh.channel,
             max_model_len=mesh.max_model_len,
+            on_connect=self._learn,
             on_report=self._telemetry.observe,
             on_requests=self._telemetry.observe_requests,
         )
@@ -222,13 +228,21 @@ class GatewayServer:
             is_ready=self._is_ready,
             sights=self._watch.sights,
         )
-        telemetry.describe(
-            [info.capacity for info in mesh.infos],
-            terms=mesh.ceiling.terms,
-            binding=mesh.ceiling.binding,
-            cell_bytes=[info.cell_bytes for info in mesh.infos],
-        )
+        _describe(telemetry, mesh)
         return telemetry
+
+    def _learn(self) -> int:
+        """What the engine that listens now may do, to whoever has to know; the tokens of a
+        request. A stage may have come back with other memory than it had."""
+        loaded = self._mesh.current()
+        if [info.capacity for info in loaded.infos] != [i.capacity for i in self._loaded.infos]:
+            logger.warning("the ceiling is %s now", loaded.ceiling)
+            self._places.ceiling = loaded.ceiling.binding.value
+            self._bounds.ceiling = loaded.ceiling.binding
+            self._bounds.context = loaded.context_bound
+            _describe(self._telemetry, loaded)
+        self._loaded = loaded
+        return loaded.max_model_len
 
     def _is_ready(self) -> bool | None:
         """What ``/ready`` would answer without a probe; None if it would take one to know."""
@@ -272,7 +286,7 @@ class GatewayServer:
             model_name=spec.model_name,
             health=self._problem,
             places=self._places,
-            bounds=Bounds(mesh.ceiling.binding, mesh.context_bound),
+            bounds=self._bounds,
             exact=mesh.why_inexact is None,
             exact_reason=mesh.why_inexact,
             key_digests=spec.key_digests,
@@ -295,7 +309,8 @@ class GatewayServer:
 
     def _status(self) -> Mapping[str, object]:
         return status(
-            self._mesh,
+            self._loaded,
+            nodes=self._mesh.nodes,
             model_name=self._spec.model_name,
             config=self._spec.config,
             problem=self._problem(),
@@ -306,6 +321,15 @@ class GatewayServer:
             oldest_waiting_s=self._places.oldest_waiting_s(),
             is_open=self._spec.is_open,
         )
+
+
+def _describe(telemetry: Telemetry, loaded: LoadedLike) -> None:
+    telemetry.describe(
+        [info.capacity for info in loaded.infos],
+        terms=loaded.ceiling.terms,
+        binding=loaded.ceiling.binding,
+        cell_bytes=[info.cell_bytes for info in loaded.infos],
+    )
 
 
 class Running(Protocol):

@@ -22,11 +22,9 @@ class CeilingLike(Protocol):
     def terms(self) -> Sequence[Bound]: ...
 
 
-class Served(Protocol):
-    """A running mesh, as a gateway needs to know it. ``nodes`` names the machine of each stage."""
+class LoadedLike(Protocol):
+    """What the stages have, and what follows for requests."""
 
-    @property
-    def channel(self) -> Channel: ...
     @property
     def infos(self) -> Sequence[StageInfo]: ...
     @property
@@ -36,9 +34,19 @@ class Served(Protocol):
     @property
     def max_model_len(self) -> int: ...
     @property
-    def nodes(self) -> Sequence[str]: ...
-    @property
     def why_inexact(self) -> str | None: ...
+
+
+class Served(LoadedLike, Protocol):
+    """A running mesh, as a gateway needs to know it: what it was when it was started, and, asked,
+    what it is ``current``ly. ``nodes`` names the machine of each stage."""
+
+    @property
+    def channel(self) -> Channel: ...
+    @property
+    def current(self) -> Callable[[], LoadedLike]: ...
+    @property
+    def nodes(self) -> Sequence[str]: ...
     @property
     def pulses(self) -> Callable[[], Mapping[int, Pulse | Exception]]: ...
     @property
@@ -46,8 +54,9 @@ class Served(Protocol):
 
 
 def status(
-    mesh: Served,
+    mesh: LoadedLike,
     *,
+    nodes: Sequence[str],
     model_name: str,
     config: Mapping[str, object],
     problem: Problem | None,
@@ -71,7 +80,7 @@ def status(
                 lease_age_s=lease_ages_s.get(info.index),
                 last_reply_age_s=last_reply_age_s,
             )
-            for info, node in zip(mesh.infos, mesh.nodes, strict=True)
+            for info, node in zip(mesh.infos, nodes, strict=True)
         ],
         "exact": {"value": mesh.why_inexact is None, "reason": mesh.why_inexact},
         "ceiling": {

@@ -9,6 +9,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from skippy_mesh.client import EngineClient
 from skippy_mesh.errors import RequestError
 from skippy_mesh.gateway.body import Body
 from skippy_mesh.gateway.chat import Tokenizer, encode_prompt
@@ -61,7 +62,7 @@ class Texts:
         parser: BodyParser,
         read: Read,
         *,
-        max_model_len: int,
+        engine: EngineClient,
         tool_parser: str | None = None,
     ):
         self._tokenizer = tokenizer
@@ -69,7 +70,7 @@ class Texts:
         self._prompts = prompts
         self._parser = parser
         self._read = read
-        self._max_model_len = max_model_len
+        self._engine = engine
 
     async def tokenize(self, http: Request) -> Response:
         fields = read_json(await self._read(http))
@@ -86,7 +87,7 @@ class Texts:
         found: dict[str, object] = {
             "tokens": [self._piece(token) for token in ids] if body.with_pieces else ids,
             "count": len(ids),
-            "max_model_len": self._max_model_len,
+            "max_model_len": self._engine.max_model_len,
         }
         if body.return_token_strs:
             found["token_strs"] = [self._bytes(token).decode(errors="replace") for token in ids]

@@ -22,13 +22,18 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator import reservation
+from coordinator import launch, reservation
+from coordinator.costs import StageSizes
 from coordinator.launch import gateway_actor, mesh
 from skippy_mesh.config import ContextConfig, EngineSettings, specs_of
 from skippy_mesh.errors import RuntimeUnavailableError, SkippyError
 from skippy_mesh.gateway.server import GatewayServer, GatewaySpec, listen
 from skippy_mesh.places import AdmissionLimits
+from skippy_mesh.planning import costs_of_model
+from stages import part
 from stages.gguf_file import ModelFile
+from stages.head import StageHead
+from stages.worker import StageWorker
 from tests.processes import tree
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -88,14 +93,16 @@ def eventually(is_so):
 
 
 @contextlib.contextmanager
-def serving(model, *, max_queue):
+def serving(model, *, max_queue, specs=None):
     name = next(names)
     with listen("127.0.0.1", 0) as sock:  # one that is free, and the same after a restart
         port = sock.getsockname()[1]
     limits = AdmissionLimits(ceiling=8, max_queue=max_queue, max_queue_tokens=8192)
     spec = GatewaySpec(host="127.0.0.1", port=port, model_path=str(model), model_name="tiny")
     with (
-        mesh(specs_of(model, 6, (2,), CONTEXT), EngineSettings(), mesh_name=name) as started,
+        mesh(
+            specs or specs_of(model, 6, (2,), CONTEXT), EngineSettings(), mesh_name=name
+        ) as started,
         gateway_actor(
             GatewayServer, spec, started, limits, mesh_name=name, has_board=True
         ) as gateway,
@@ -294,6 +301,65 @@ def test_a_stage_killed_under_load_is_a_pause_for_who_runs_and_503_for_who_comes
     epochs = [each["epoch"] for each in served.http.get("/status").json()["stages"]]
     assert epochs[0] == epochs[1] == served.metric("stage_epoch", stage="0") > 0
     eventually(lambda: served.num_places() == 0)
+
+
+def needing(specs):
+    """``specs``, each of which has what a plan says its stage takes."""
+    sizes = StageSizes(
+        costs_of_model(ModelFile.open(specs[0].model_path), "q8_0"), num_cells=1, num_ids=1
+    )
+    return [replace(each, need=sizes.need(each.first_layer, each.end_layer)) for each in specs]
+
+
+@pytest.mark.parametrize("stage", [1, 0])
+def test_a_stage_that_comes_back_with_less_memory_lowers_the_ceiling(
+    model, monkeypatch, tmp_path, stage
+):
+    short = tmp_path / "short"
+
+    def load_with_what_is_free(worker):
+        if short.exists():
+            need = worker.spec.need
+            part.available_bytes = lambda: need.of(1024, 8)
+        return StageWorker.load(worker)
+
+    class Worker(StageWorker):
+        load = load_with_what_is_free
+
+    class Head(StageHead):
+        def load(self):
+            return load_with_what_is_free(self._worker)
+
+    monkeypatch.setattr(launch, "StageWorker", Worker)
+    monkeypatch.setattr(launch, "StageHead", Head)
+    specs = needing(specs_of(model, 6, (2,), CONTEXT))
+    with serving(model, max_queue=2, specs=specs) as served:
+        alone = [served.tokens(number, 200) for number in range(2)]
+        for is_short in (True, False):
+            short.touch() if is_short else short.unlink()
+            cells, sessions = (1024, 4) if is_short else (2048, 8)
+            with ThreadPoolExecutor(12) as pool:
+                running = [pool.submit(served.ask, number % 2, 200) for number in range(4)]
+                eventually(lambda: served.metric("requests_running") == 4)
+                kill("Worker" if stage else "Head")
+                assert [ids_of(each.result()) for each in running] == alone * 2
+            eventually(lambda: served.http.get("/health").status_code == 200)
+            page = served.http.get("/status").json()
+            assert page["ceiling"] == {
+                "value": sessions, "stage": str(stage if is_short else 0),
+                "component": "attention", "term": f"{cells} cells / 256 per session",
+            }  # fmt: skip
+            (card,) = served.http.get("/v1/models").json()["data"]
+            assert card["max_model_len"] == cells
+            with ThreadPoolExecutor(20) as pool:
+                replies = list(pool.map(lambda number: served.ask(number % 2, 24), range(20)))
+            assert {reply.status_code for reply in replies} == {200, 429}
+            refusal = next(reply for reply in replies if reply.status_code == 429).json()["error"]
+            assert refusal["message"].startswith(f"{sessions} requests may run and 2 may wait")
+            assert refusal["limit_by"]["stage"] == page["ceiling"]["stage"]
+        assert served.metric("stage_restarts_total", stage=str(stage)) == 2
+        assert served.metric("stage_restarts_total") == 2
+        eventually(lambda: served.num_places() == 0)
 
 
 def test_a_port_in_use_is_one_line(served):

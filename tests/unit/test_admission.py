@@ -273,8 +273,8 @@ def test_what_is_told_while_the_book_is_handed_in_is_not_forgotten():
         line.restart()
         told = line.register
 
-        async def slow(gateway, book):
-            answer = await told(gateway, book)
+        async def slow(*args):
+            answer = await told(*args)
             leaver.end()
             await turns()
             return answer
@@ -301,6 +301,46 @@ def test_a_gateway_that_was_restarted_takes_the_place_of_the_old_one():
         await other.take()
         assert line.coordinator.num_open() == 2
         assert await line.take("gateway_0", 1, 99, News()) == Answer(new._term), "of an old term"
+
+    asyncio.run(visit())
+
+
+def test_a_mesh_that_runs_fewer_now_lets_in_fewer_and_a_restarted_coordinator_hears_of_it():
+    async def visit():
+        line = Line(limits(4, 1))
+        places = Places(line, tell_after_s=0)
+        for _ in range(4):
+            await places.take()
+        places.ceiling = 2
+        for _ in range(2):
+            with pytest.raises(PlaceRefusedError, match="2 requests may run and 1 may wait, and 4"):
+                await places.take()
+            line.restart()
+        places.ceiling = 9
+        await places.take()
+        with pytest.raises(PlaceRefusedError, match="4 requests may run and 1 may wait, and 5"):
+            await places.take()
+
+    asyncio.run(visit())
+
+
+def test_a_ceiling_that_falls_while_the_book_is_handed_in_holds_at_the_next_question():
+    async def visit():
+        line = Line(limits(4, 0))
+        places = Places(line, tell_after_s=0)
+        told = line.register
+
+        async def slow(*args):
+            answer = await told(*args)
+            if places.ceiling is None:
+                places.ceiling = 1
+            return answer
+
+        line.register = slow
+        await places.take()
+        with pytest.raises(PlaceRefusedError, match="1 requests may run"):
+            await places.take()
+        assert line.coordinator.num_open() == 1
 
     asyncio.run(visit())
 

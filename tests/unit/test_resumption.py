@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from skippy_mesh.client import MAX_LOSSES_ALONE, EngineClient
 from skippy_mesh.config import StepRules
 from skippy_mesh.engine import Engine, EnginePlan
-from skippy_mesh.errors import SkippyError, StageLostError
+from skippy_mesh.errors import SkippyError, StageChangedError, StageLostError
 from skippy_mesh.messages import SamplingParams, StageLoss
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakePipeline
@@ -36,9 +36,11 @@ class Death(BaseException):
 
 class MortalHead:
     """An engine that runs on its reader's thread and dies when as many tokens have been reported
-    as one of ``kills`` says, or at the token POISON. The stage behind it lives on."""
+    as one of ``kills`` says, or at the token POISON. The stage behind it lives on. Requests of the
+    k-th engine may have as many tokens as the k-th of ``contexts`` says, or the last."""
 
-    def __init__(self, kills=(), *, max_lives=10**9):
+    def __init__(self, kills=(), *, max_lives=10**9, contexts=(512,), loss=StageLostError):
+        self.contexts, self.loss = contexts, loss
         self.kills = deque(sorted(kills))
         self.max_lives = max_lives
         self.num_lives = self.num_tokens = 0
@@ -59,7 +61,7 @@ class MortalHead:
         plan = EnginePlan(
             capacity=Capacity(lanes=8, attention=512),
             rules=StepRules(max_rows=16),
-            max_model_len=512,
+            max_model_len=self.max_model_len(),
             max_in_flight=2,
             ceiling=8,
             first_epoch=1 + max(stage._epoch for stage in self.pipeline._stages),
@@ -68,6 +70,9 @@ class MortalHead:
         self.pipeline._underway.clear()
         self.said = deque()
         self.engine = Engine(plan.scheduler(), self.pipeline, self.said.append)
+
+    def max_model_len(self):
+        return self.contexts[min(self.num_lives, len(self.contexts)) - 1]
 
     def submit(self, asked):
         self.submitted.append(asked)
@@ -93,7 +98,7 @@ class MortalHead:
                 if self.kills and self.num_tokens >= self.kills[0]:
                     while self.kills and self.num_tokens >= self.kills[0]:
                         self.kills.popleft()
-                    raise StageLostError("stage 0 is lost", 0)
+                    raise self.loss("stage 0 is lost", 0)
 
 
 @contextlib.contextmanager
@@ -125,6 +130,38 @@ def crowd(*lengths):
         )
         for number, length in enumerate(lengths)
     ]  # fmt: skip
+
+
+def test_an_engine_over_less_memory_goes_on_and_what_no_longer_fits_ends_there():
+    head = MortalHead([90], contexts=(512, 50, 512), loss=StageChangedError)
+    reports = []
+    with client_of(
+        head, on_connect=lambda: head.max_model_len(), on_report=reports.append
+    ) as client:
+        short, long = (submit(client, asked) for asked in crowd(29, 100))
+        (tokens, event), (begun, end) = until_end(short), until_end(long)
+        assert (tokens, event.finish_reason) == (answer_alone(crowd(29)[0], 29), "length")
+        assert begun == answer_alone(crowd(29, 100)[1], 100)[: len(begun)]
+        assert 50 - 20 <= len(begun) < 100
+        assert end.finish_reason == "length"
+        assert head.num_lives == 2
+        with pytest.raises(SkippyError, match="the context holds 50"):
+            submit(client, request("next", 60, 5))
+    assert all(report.loss is None for report in reports), "nobody has died"
+
+
+def test_an_engine_that_dies_before_it_could_be_asked_is_followed_by_the_next():
+    head = MortalHead()
+
+    def ask():
+        if head.num_lives < 3:
+            raise StageLostError("stage 0 is lost", 0)
+        return 100
+
+    with client_of(head, on_connect=ask) as client:
+        (asked,) = crowd(9)
+        assert until_end(submit(client, asked))[0] == answer_alone(asked, 9)
+        assert (client.max_model_len, head.num_lives) == (100, 3)
 
 
 def assert_as_if_it_had_lived(kills, *lengths):
