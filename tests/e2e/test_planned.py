@@ -38,7 +38,7 @@ def load(model, found):
     specs = stage_specs(FLAGS, model, found)
     pipeline = LocalPipeline([StageWorker(spec) for spec in specs])
     pipeline.close()
-    limit = engine_plan(pipeline.infos, EngineSettings(), planned=found.ceiling)[1]
+    limit = engine_plan(pipeline.infos, EngineSettings(), planned=found.ceiling)[1].ceiling
     return pipeline.infos, limit
 
 
