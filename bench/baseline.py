@@ -20,7 +20,7 @@ from typing import Protocol
 from coordinator.ceiling import Ceiling, Term
 from coordinator.launch import Mesh, is_local, on_own_thread, stage_actors
 from coordinator.measured import Loaded
-from skippy_mesh.client import ReportQueue
+from skippy_mesh.client import Deliver, ReportQueue
 from skippy_mesh.config import StageSpec
 from skippy_mesh.errors import SkippyError, StageError
 from skippy_mesh.health import Pulse
@@ -111,7 +111,7 @@ class Baseline:
                 self._free_lane()
 
     def submit(self, request: Request) -> None:
-        """Queue ``request``; its events are in :meth:`reports`."""
+        """Queue ``request``; who follows hears of its events."""
         with self._lock:
             self._open.add(request.request_id)
             self._waiting.put(request)
@@ -125,8 +125,9 @@ class Baseline:
     def connect(self) -> None:
         """It is there from the start, and does not come back."""
 
-    def reports(self) -> Iterator[StepReport]:
-        return iter(self._reports)
+    def follow(self, deliver: Deliver) -> None:
+        for report in self._reports:
+            deliver(report)
 
     def run(self) -> None:
         """Serve submitted requests until :meth:`close`; whatever a request meets ends only it."""

@@ -3,8 +3,8 @@
 How long after the last stage's answer a token's chunk is with its client, over a real socket, as
 a share of the step that sampled it. N clients stream at once; each chunk belongs to the last step
 that was answered before it came, by the step log, whose clock is this machine's. A chunk has come
-when its bytes are out of the socket: what a client then does with them is its own affair, and a
-library for HTTP takes about as long as the rest of the way.
+when the kernel has its bytes for the client's socket: how soon that client wakes up, and what it
+does with them, is its own affair.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
 import statistics
+import struct
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,27 +31,31 @@ from bench.workloads import Workload
 
 LEVELS = (1, 8, 32)
 TARGET_SHARE = 0.05  # at N = 1
+_SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python's socket module does not name it
+_TIMESPEC = struct.Struct("ll")
 
 
-class Arrivals(asyncio.Protocol):
-    """An answer, each piece with the time at which the socket had it, until its end."""
+class Arrivals:
+    """An answer, each piece with the time at which this machine's kernel had it, until its end."""
 
-    def __init__(self, body: Mapping[str, object]):
-        self._body = json.dumps(body).encode()
+    def __init__(self, sock: socket.socket):
+        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        self._sock = sock
         self._pieces: list[tuple[float, bytes]] = []
-        self.ended = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.ended = self._loop.create_future()
+        self._loop.add_reader(sock, self._read)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        # 1.0, so that the answer's body comes as it is, not in chunks with lengths.
-        head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(self._body)}\r\n\r\n"
-        transport.write(head.encode() + self._body)
-
-    def data_received(self, data: bytes) -> None:
-        self._pieces.append((time.monotonic(), data))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.ended.set_result(None)
+    def _read(self) -> None:
+        data, ancillary, _, _ = self._sock.recvmsg(1 << 16, socket.CMSG_SPACE(_TIMESPEC.size))
+        if not data:
+            self._loop.remove_reader(self._sock)
+            self.ended.set_result(None)
+            return
+        (stamp,) = (value for _, kind, value in ancillary if kind == _SO_TIMESTAMPNS)
+        seconds, nanoseconds = _TIMESPEC.unpack(stamp)
+        age_s = time.time() - (seconds + 1e-9 * nanoseconds)  # the stamp is of another clock
+        self._pieces.append((time.monotonic() - age_s, data))
 
     def stream(self) -> Stream:
         stream, left = Stream(), b""
@@ -62,13 +68,16 @@ class Arrivals(asyncio.Protocol):
 
 async def times_of(url: str, workload: Workload, index: int) -> list[float]:
     """When each chunk of one answer came."""
-    server = urlsplit(url)
-    assert server.hostname is not None and server.port is not None
-    arrivals = Arrivals(workload.body(index))
-    await asyncio.get_running_loop().create_connection(
-        lambda: arrivals, server.hostname, server.port
-    )
-    await arrivals.ended
+    server, loop = urlsplit(url), asyncio.get_running_loop()
+    body = json.dumps(workload.body(index)).encode()
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, (server.hostname, server.port))
+        # 1.0, so that the answer's body comes as it is, not in chunks with lengths.
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(sock, head.encode() + body)
+        arrivals = Arrivals(sock)
+        await arrivals.ended
     stream = arrivals.stream()
     if (problem := stream.verdict(workload.output_tokens)) is not None:
         raise RuntimeError(problem)

@@ -6,11 +6,13 @@ The only place that knows the log's keys is :func:`read_step`.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_BEHIND_S = 0.2  # a step is answered before its line is written
 _COUNTS = ("prefill_tokens", "decode_tokens", "recompute_tokens", "running", "waiting")
 
 
@@ -50,6 +52,7 @@ class StepLog:
         self._offset = path.stat().st_size
 
     def steps(self) -> list[Step]:
+        time.sleep(_BEHIND_S)
         with self._path.open() as file:
             file.seek(self._offset)
             # A line without its end is still being written.

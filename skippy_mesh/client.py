@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -23,10 +23,14 @@ from skippy_mesh.times import FirstToken, RequestEnd, RequestNews, RequestTimes
 
 logger = logging.getLogger(__name__)
 
+_YIELD_S = 50e-6
+"""Long enough for an event loop that was just woken to take Python's lock. Whoever delivers would
+else keep it, and clients would wait for their tokens until the next step has begun."""
 MAX_LOSSES_ALONE = 2
 """An engine that dies so often while a request runs alone, without a token, dies of it."""
 END_S = 15.0  # an engine that hangs must not keep its server from ending
 Sink = Callable[[TokenEvent], None]
+Deliver = Callable[[StepReport], None]
 Shown = TypeVar("Shown")
 
 
@@ -41,23 +45,29 @@ class Channel(Protocol):
     def submit(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def close(self) -> None:
-        """Abort everything and end :meth:`reports`."""
+        """Abort everything and end :meth:`follow`."""
         ...
 
-    def reports(self) -> Iterator[StepReport]:
-        """One report a step until the engine ends; :class:`StageLostError` if it is lost, after
-        which one may :meth:`connect` again."""
+    def follow(self, deliver: Deliver) -> None:
+        """``deliver`` each report, on whichever thread, until the engine ends;
+        :class:`StageLostError` if it is lost, after which one may :meth:`connect` again."""
         ...
 
 
 class ReportQueue:
-    """Reports on their way between two threads."""
+    """Reports on their way from an engine to who reads them, or follows them."""
 
     def __init__(self) -> None:
+        self._deliver: Deliver | None = None
+        self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[StepReport | SkippyError | None] = queue.SimpleQueue()
 
     def put(self, report: StepReport) -> None:
-        self._queue.put(report)
+        with self._lock:
+            if self._deliver is None:
+                self._queue.put(report)
+                return
+            self._deliver(report)
 
     def close(self) -> None:
         self._queue.put(None)
@@ -65,6 +75,20 @@ class ReportQueue:
     def fail(self, error: SkippyError) -> None:
         """Raise ``error`` behind the last report."""
         self._queue.put(error)
+
+    def follow(self, deliver: Deliver) -> None:
+        """``deliver`` what is here, and then each report where it is :meth:`put`, without a thread
+        in between. Returns when it is closed."""
+        with self._lock:
+            while not self._queue.empty():
+                report = self._queue.get()
+                if not isinstance(report, StepReport):
+                    self._queue.put(report)  # the last, below
+                    break
+                deliver(report)
+            self._deliver = deliver
+        for report in self:
+            raise AssertionError(f"{report} came past who follows")
 
     def __iter__(self) -> Iterator[StepReport]:
         while (report := self._queue.get()) is not None:
@@ -160,12 +184,13 @@ class _Receiver:
 
 
 class EngineClient:
-    """Submits to ``channel`` and passes each event to its request's sink, on a thread of its own.
+    """Submits to ``channel`` and passes each event to its request's sink, on whichever thread the
+    channel delivers it.
 
     ``on_connect`` is told of each engine that listens and says how many tokens a request may have
-    there. ``on_report`` gets every report first, on the same thread, then ``on_requests`` what it
-    meant to the requests it names; the last report ends what is open and knows no state. Any thread
-    may call the methods.
+    there. ``on_report`` gets every report on the same thread, then ``on_requests`` what it meant to
+    the requests it names, before the events of one that ends a request and behind all others; the
+    last report ends what is open and knows no state. Any thread may call the methods.
     """
 
     def __init__(
@@ -297,9 +322,7 @@ class EngineClient:
                 if self._on_connect is not None:
                     self.max_model_len = self._on_connect()
                 self._resume(loss)
-                for report in self._channel.reports():
-                    self._progress_s = self._clock()
-                    self._deliver(report)
+                self._channel.follow(self._hear)
                 return
             except StageLostError as error:
                 logger.warning("%s; what is open is submitted to the next engine", error)
@@ -336,10 +359,13 @@ class EngineClient:
             lost = None if is_told else StageLoss(loss.stage, len(self._suspects))
             self._deliver(StepReport(events, loss=lost))
 
+    def _hear(self, report: StepReport) -> None:
+        self._progress_s = self._clock()
+        self._deliver(report)
+
     def _deliver(self, report: StepReport) -> None:
         now_s = self._clock()
         report = self._with_reasons(report)
-        _show(self._on_report, report)
         # Told when their first step is answered, they left the queue when it began.
         step_s = 0.0 if report.record is None else report.record.step_s
         for request_id in report.admitted:
@@ -349,10 +375,16 @@ class EngineClient:
                 receiver.start(now_s - step_s)
         news = RequestNews()
         taken = [(self._take(event, now_s, news), event) for event in report.events]
+        if news.ended:  # whoever has a whole reply finds it counted
+            self._observe(report, news)
+            _pass_on(taken)
+        else:
+            _pass_on(taken)
+            self._observe(report, news)
+
+    def _observe(self, report: StepReport, news: RequestNews) -> None:
+        _show(self._on_report, report)
         _show(self._on_requests, news)
-        for receiver, event in taken:
-            if receiver is not None:
-                receiver.pass_on(event)
 
     def _with_reasons(self, report: StepReport) -> StepReport:
         """``report`` with the reasons that the engine, told to abort, was not told."""
@@ -381,6 +413,13 @@ class EngineClient:
         if receiver is not None:
             receiver.take(event, now_s, news)
         return receiver
+
+
+def _pass_on(taken: Iterable[tuple[_Receiver | None, TokenEvent]]) -> None:
+    for receiver, event in taken:
+        if receiver is not None:
+            receiver.pass_on(event)
+    time.sleep(_YIELD_S)
 
 
 def _show(observer: Callable[[Shown], None] | None, shown: Shown) -> None:

@@ -30,7 +30,7 @@ from skippy_mesh.messages import (
 )
 from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.scheduler.pacing import PrefillPacer, RunLimit
-from skippy_mesh.scheduler.plan import Plan
+from skippy_mesh.scheduler.plan import Plan, RowCounts
 from skippy_mesh.scheduler.policies import Policies
 from skippy_mesh.scheduler.scheduler import Scheduler
 
@@ -200,11 +200,11 @@ class Engine:
             return
         if plan.parts:
             self._scheduler_s += self._clock() - answered_s
-            step_s = answered_s - started_s
-            record = self._record(plan, result, step_s, answered_s)
+            step_s, counts = answered_s - started_s, plan.count()
+            record = self._record(plan, counts, result, step_s, answered_s)
             self._say(record, admitted=plan.admitted)
             self._scheduler_s = 0.0
-            self.scheduler.observe(plan, step_s=step_s, now_s=answered_s)
+            self.scheduler.observe(plan, counts, step_s=step_s, now_s=answered_s)
         else:  # ids have come back
             self._report(StepReport((), state=self.scheduler.snapshot()))
         if not self.scheduler.has_work or (self._checks_integrity and not self._pending):
@@ -282,22 +282,21 @@ class Engine:
             self._report(StepReport(tuple(events), state=self.scheduler.snapshot()))
 
     def _record(
-        self, plan: Plan, result: StepResult, step_s: float, answered_s: float
+        self, plan: Plan, counts: RowCounts, result: StepResult, step_s: float, answered_s: float
     ) -> StepRecord:
-        num_recompute_output = plan.num_recompute_output
         prefixes = self.scheduler.take_prefix_counts()
         return StepRecord(
             epoch=result.epoch,
             step_id=plan.step_id,
-            kind=plan.kind,
+            kind=counts.kind,
             state=self.scheduler.snapshot(),
             admitted=plan.num_admitted,
             resumed=plan.num_resumed,
             preempted=plan.num_preempted,
-            prefill_tokens=plan.num_prefill,
-            decode_tokens=plan.num_decode,
-            recompute_prompt_tokens=plan.num_recompute - num_recompute_output,
-            recompute_output_tokens=num_recompute_output,
+            prefill_tokens=counts.prefill,
+            decode_tokens=counts.decode,
+            recompute_prompt_tokens=counts.recompute - counts.recompute_output,
+            recompute_output_tokens=counts.recompute_output,
             prefix_hits=prefixes.num_hits,
             prefix_misses=prefixes.misses,
             prefix_hit_tokens=prefixes.num_hit_tokens,

@@ -1,14 +1,17 @@
 """``--step-log``: a JSON object a line, one for each step that computed rows.
 
 It is an instrument, so it never takes the server with it: a disk that is full ends the log and
-nothing else.
+nothing else, and one that is slow holds up nobody but the log's own thread.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from skippy_mesh.errors import UsageError
@@ -18,11 +21,15 @@ from skippy_mesh.step_totals import cells
 
 logger = logging.getLogger(__name__)
 
+_END_S = 5.0
+_BEHIND_S = 0.002  # a step's tokens are on their way to clients, and go first
+MakeLine = Callable[[], Mapping[str, object]]
+
 
 class StepLog:
     """A new file at ``path``, or the one that is there; :class:`UsageError` if there can be none.
 
-    Every line is written at once and whole, so that whoever follows the file sees complete steps.
+    Every line is written soon and whole, so that whoever follows the file sees complete steps.
     """
 
     def __init__(self, path: str | Path, *, is_new: bool = True):
@@ -32,8 +39,26 @@ class StepLog:
         except (OSError, ValueError) as error:  # a NUL byte in the path is a ValueError
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"cannot write the step log {str(path)!r}: {reason}") from error
+        self._lines: queue.SimpleQueue[MakeLine | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="step log", daemon=True)
+        self._thread.start()
 
-    def write(self, line: Mapping[str, object]) -> None:
+    def write(self, make_line: MakeLine) -> None:
+        """The line that ``make_line`` makes, a moment later on another thread."""
+        self._lines.put(make_line)
+
+    def close(self) -> None:
+        """Returns when all is written, or the disk has kept it waiting too long."""
+        self._lines.put(None)
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while (make_line := self._lines.get()) is not None:
+            time.sleep(_BEHIND_S)
+            self._write(make_line())
+        self._file.close()
+
+    def _write(self, line: Mapping[str, object]) -> None:
         if self._file.closed:
             return
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
@@ -44,9 +69,6 @@ class StepLog:
             return
         if written != len(data):
             self._give_up("no space for a whole line")
-
-    def close(self) -> None:
-        self._file.close()
 
     def _give_up(self, reason: str) -> None:
         logger.warning("the step log %s ends here, serving goes on: %s", self._path, reason)

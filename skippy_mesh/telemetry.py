@@ -112,8 +112,10 @@ class Telemetry:
             cancelled, self._num_cancelled = self._num_cancelled, 0
         if self._log is None:
             return
-        line = step_line(record, waits_s, self._mesh.stages, finished=finished, cancelled=cancelled)
-        self._log.write(line)  # outside: a slow disk must not hold up who reads the page
+        stages = self._mesh.stages
+        self._log.write(
+            lambda: step_line(record, waits_s, stages, finished=finished, cancelled=cancelled)
+        )
 
     def observe_requests(self, news: RequestNews) -> None:
         """What the same report meant to the requests it names."""

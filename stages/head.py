@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from skippy_mesh.client import ReportQueue
+from skippy_mesh.client import Deliver, ReportQueue
 from skippy_mesh.config import StageSpec
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.errors import StageChangedError, StageError
@@ -103,8 +103,15 @@ class StageHead:
     def reports(self) -> Iterator[StepReport]:
         """Every step's report since :meth:`connect`, until the engine has ended or another
         connects."""
+        yield from self._connected()
+
+    def follow(self, deliver: Deliver) -> None:
+        """The same for who is in this process: ``deliver`` is called on the engine's thread."""
+        self._connected().follow(deliver)
+
+    def _connected(self) -> ReportQueue:
         assert self._reports is not None, "nobody has connected"
-        yield from self._reports
+        return self._reports
 
     def info(self) -> StageInfo | None:
         return self._worker.info()

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from skippy_mesh.client import Deliver
 from skippy_mesh.engine import Pending
 from skippy_mesh.errors import SkippyError, StageChangedError, StageError, StageLostError
 from skippy_mesh.health import WINDOW_S, Pulse, why_silent
-from skippy_mesh.messages import Request, StepBatch, StepReport, StepResult
+from skippy_mesh.messages import Request, StepBatch, StepResult
 from skippy_mesh.scheduler.memory import Capacity
 from skippy_mesh.wire import Hidden, encode_activations, encode_step
 from stages.batch import Floats
@@ -254,10 +255,10 @@ class RemoteHead:
         self._is_closed = True
         self._actor.close.remote()
 
-    def reports(self) -> Iterator[StepReport]:
+    def follow(self, deliver: Deliver) -> None:
         try:
             for ref in self._actor.reports.remote():
-                yield ray.get(ref)
+                deliver(ray.get(ref))
         except ray.exceptions.RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError) and isinstance(
                 error.cause, StageChangedError

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
 
 from coordinator.ceiling import Term
 from coordinator.coordinator import Coordinator, DirectDoorkeeper
-from skippy_mesh.client import EngineClient, ReportQueue
+from skippy_mesh.client import Deliver, EngineClient, ReportQueue
 from skippy_mesh.config import EngineSettings, StepRules
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.gateway.places import Places
 from skippy_mesh.gateway.refusals import Bounds
-from skippy_mesh.messages import Request, StepReport, TokenEvent
+from skippy_mesh.messages import Request, TokenEvent
 from skippy_mesh.places import AdmissionLimits
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakePipeline
@@ -69,8 +68,8 @@ class RunningEngine:
 
     def connect(self) -> None: ...
 
-    def reports(self) -> Iterator[StepReport]:
-        yield from self._reports
+    def follow(self, deliver: Deliver) -> None:
+        self._reports.follow(deliver)
 
     def close(self) -> None:
         self._engine.close()

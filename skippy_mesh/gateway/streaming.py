@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -47,11 +48,13 @@ class Answer:
         self.times = times
         self.num_open = len(choices)
 
-    async def next(self) -> tuple[int, Delta]:
-        """Which choice gets more, and what. May be cancelled at any time without losing
-        anything."""
+    async def next(self) -> tuple[int, Delta] | None:
+        """Which choice gets more, and what; None after a :meth:`nudge`. May be cancelled at any
+        time without losing anything."""
         while True:
-            index, event = await self._tokens.get()
+            if (item := await self._tokens.get()) is None:
+                return None
+            index, event = item
             if self._choices[index].has_ended:
                 continue
             if event.finish_reason == "error":
@@ -68,8 +71,8 @@ class Answer:
         """Each choice as one delta."""
         deltas: list[list[Delta]] = [[] for _ in self._choices]
         while self.num_open:
-            index, delta = await self.next()
-            deltas[index].append(delta)
+            if (found := await self.next()) is not None:
+                deltas[found[0]].append(found[1])
         return [joined(each) for each in deltas]
 
     @property
@@ -82,6 +85,9 @@ class Answer:
             num_preemptions=sum(each.num_preemptions for each in spent),
             num_recomputed=sum(each.num_recomputed for each in spent),
         )
+
+    def nudge(self) -> None:
+        self._tokens.nudge()
 
     async def until_stalled(self) -> None:
         await self._tokens.stalled.wait()
@@ -147,6 +153,7 @@ class EventStream(Response):
         self._has_timings = has_timings
         self._limits = limits
         self._on_stall = on_stall
+        self._said_s = 0.0
         self._begun: set[int] = set()
         self.status_code = 200
         self.background = None
@@ -174,9 +181,11 @@ class EventStream(Response):
                 "headers": self.raw_headers,
             }
         )
-        async with aclosing(self._frames()) as frames:
-            async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        with self._pinging():
+            async with aclosing(self._frames()) as frames:
+                async for frame in frames:
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+                    self._said_s = time.monotonic()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
@@ -184,18 +193,35 @@ class EventStream(Response):
             if self._first is not None:
                 yield self._frame(*self._first)
             while self._answer.num_open:
-                try:
-                    async with asyncio.timeout(self._limits.ping_s):
-                        index, delta = await self._answer.next()
-                except TimeoutError:
-                    yield PING
-                else:
-                    yield self._frame(index, delta)
+                found = await self._answer.next()
+                yield PING if found is None else self._frame(*found)
             if self._options.include_usage:
                 yield _data(self._reply.usage_chunk(self._answer.spent, self._answer.times))
         except Exception as error:
             yield _data(to_api_error(error).body)
         yield DONE
+
+    @contextmanager
+    def _pinging(self) -> Iterator[None]:
+        """A ping whenever nothing was said for ``ping_s``. One timer that looks at the clock: one
+        for each token would cost more than the token's text."""
+        loop = asyncio.get_running_loop()
+        self._said_s = time.monotonic()
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer
+            silent_s = time.monotonic() - self._said_s
+            if silent_s >= self._limits.ping_s:
+                self._answer.nudge()
+                silent_s = 0.0
+            timer = loop.call_later(self._limits.ping_s - silent_s, look)
+
+        timer = loop.call_later(self._limits.ping_s, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _frame(self, index: int, delta: Delta) -> bytes:
         answer, reply = self._answer, self._reply

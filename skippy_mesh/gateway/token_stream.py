@@ -64,7 +64,7 @@ class TokenStream:
         on_end: Callable[[], object],
     ):
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, TokenEvent] | ApiError] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, TokenEvent] | ApiError | None] = asyncio.Queue()
         self._limits = limits
         self._max_pending = limits.max_pending * num_choices
         self._open = set(range(num_choices))
@@ -94,13 +94,18 @@ class TokenStream:
         self._queue_timer = self._after(self._limits.queue_timeout_s, in_queue, "abort")
         self._request_timer = self._after(self._limits.request_timeout_s, in_all, "timeout")
 
-    async def get(self) -> tuple[int, TokenEvent]:
+    async def get(self) -> tuple[int, TokenEvent] | None:
+        """What comes next; None if it is a :meth:`nudge`."""
         item = await self._events.get()
         if self._events.qsize() < self._max_pending:
             self._stop_timer()
         if isinstance(item, ApiError):
             raise item
         return item
+
+    def nudge(self) -> None:
+        """Let the reader have a look around, though nothing has come."""
+        self._events.put_nowait(None)
 
     def refuse(self, error: ApiError) -> None:
         """If nothing of it has left the queue, the reader gets ``error``. Any thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from skippy_mesh.errors import StageError
 from skippy_mesh.messages import Copy, Remove, StepBatch, StepResult
@@ -36,6 +36,26 @@ class Part:
         return self.start >= self.sequence.num_prompt and not self.num_again
 
 
+class RowCounts(NamedTuple):
+    """The rows of a step: all, those of generated tokens, and those that had been computed before,
+    of which ``recompute_output`` are generated tokens, too. The rest are ``prefill``."""
+
+    rows: int
+    decode: int
+    recompute: int
+    recompute_output: int
+
+    @property
+    def prefill(self) -> int:
+        return self.rows - self.decode - self.recompute
+
+    @property
+    def kind(self) -> Literal["prefill", "decode", "mixed"]:
+        if not self.decode:
+            return "prefill"
+        return "decode" if self.decode == self.rows else "mixed"
+
+
 @dataclass(slots=True)
 class Plan:
     """One step in the making, then in flight.
@@ -64,27 +84,15 @@ class Plan:
     def num_admitted(self) -> int:
         return len(self.admitted)
 
-    @property
-    def num_decode(self) -> int:
-        return sum(part.is_decode for part in self.parts)
-
-    @property
-    def num_recompute(self) -> int:
-        return sum(part.num_again for part in self.parts)
-
-    @property
-    def num_recompute_output(self) -> int:
-        return sum(part.num_again_output for part in self.parts)
-
-    @property
-    def num_prefill(self) -> int:
-        return self.num_rows - self.num_decode - self.num_recompute
-
-    @property
-    def kind(self) -> Literal["prefill", "decode", "mixed"]:
-        if self.num_decode == 0:
-            return "prefill"
-        return "decode" if self.num_decode == self.num_rows else "mixed"
+    def count(self) -> RowCounts:
+        rows = decode = recompute = recompute_output = 0
+        for part in self.parts:
+            rows += part.num_rows
+            decode += part.is_decode
+            if part.num_again:
+                recompute += part.num_again
+                recompute_output += part.num_again_output
+        return RowCounts(rows, decode, recompute, recompute_output)
 
     @property
     def completes_prompt(self) -> bool:

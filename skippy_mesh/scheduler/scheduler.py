@@ -31,7 +31,7 @@ from skippy_mesh.messages import (
 from skippy_mesh.scheduler.composer import Composer
 from skippy_mesh.scheduler.memory import Capacity, Ledger
 from skippy_mesh.scheduler.pacing import PrefillPacer, RunLimit
-from skippy_mesh.scheduler.plan import Part, Plan
+from skippy_mesh.scheduler.plan import Part, Plan, RowCounts
 from skippy_mesh.scheduler.policies import ADMISSION, ORDERING, Policies, choose_victim
 from skippy_mesh.scheduler.prefix_cache import PrefixCache, PrefixCounts
 from skippy_mesh.scheduler.queues import RunningSet, WaitingQueue
@@ -173,17 +173,17 @@ class Scheduler:
         self._prefix_counts = self._prefixes.counts = PrefixCounts()
         return taken
 
-    def observe(self, plan: Plan, *, step_s: float, now_s: float) -> None:
-        """Let the pacing learn from a committed step that took ``step_s``."""
+    def observe(self, plan: Plan, counts: RowCounts, *, step_s: float, now_s: float) -> None:
+        """Let the pacing learn from a committed step of so many rows that took ``step_s``."""
         if not plan.completes_prompt:
             self._pacer.observe(
                 step_s=step_s,
-                num_prefill=plan.num_prefill + plan.num_recompute,
-                num_decode=plan.num_decode,
+                num_prefill=counts.prefill + counts.recompute,
+                num_decode=counts.decode,
             )
         self._run_limit.observe(
             now_s=now_s,
-            num_rows=plan.num_rows - plan.num_recompute,
+            num_rows=counts.rows - counts.recompute,
             num_waiting=len(self.waiting),
         )
 

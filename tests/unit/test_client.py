@@ -12,7 +12,7 @@ from skippy_mesh.config import StepRules
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.errors import RequestError, SkippyError, StageLostError
 from skippy_mesh.health import STUCK_S
-from skippy_mesh.messages import StepReport, TokenEvent
+from skippy_mesh.messages import TokenEvent
 from skippy_mesh.scheduler.memory import Capacity
 from stages.fake import FakePipeline
 from tests.scheduling import answer_alone, request
@@ -54,8 +54,8 @@ class Channel:
     def close(self):
         self._engine.close()
 
-    def reports(self):
-        yield from self._reports
+    def follow(self, deliver):
+        self._reports.follow(deliver)
         self._thread.join()
         if self.error is not None:
             raise self.error
@@ -176,7 +176,7 @@ def test_an_engine_that_stands_still_with_work_open_is_a_problem_and_an_idle_one
 )
 def test_a_lost_engine_ends_every_request_and_later_ones_are_refused(client_of, error, said):
     class Lost(Channel):
-        def reports(self):
+        def follow(self, deliver):
             assert gate.wait(20)
             self.close()
             self._thread.join()
@@ -213,12 +213,22 @@ def test_closing_ends_what_is_open_once(client_of):
         client.submit(request("late"), print)
 
 
-def test_every_report_is_heard_before_its_events(client_of):
-    heard = []
-    client = client_of(on_report=lambda report: heard.append(report))
-    for event in client.generate(request("a", 5, 6)):
-        assert any(event in report.events for report in heard)
-    assert all(isinstance(report, StepReport) for report in heard)
+def test_tokens_go_ahead_of_who_counts_them_and_the_last_one_behind(client_of):
+    """Or each would wait for the counting; and who has a whole reply must find it counted."""
+    said = []
+    client = client_of(on_report=lambda report: said.extend(("heard", e) for e in report.events))
+    ended = threading.Event()
+
+    def sink(event):
+        said.append(("token", event))
+        if event.finish_reason is not None:
+            ended.set()
+
+    client.submit(request("a", 5, 6), sink)
+    assert ended.wait(20)
+    kinds = [kind for kind, _ in said]
+    assert kinds == ["token", "heard"] * 5 + ["heard", "token"]
+    assert all(one == other for (_, one), (_, other) in zip(said[::2], said[1::2], strict=True))
 
 
 def test_who_gives_up_before_there_is_an_engine_ends_all_the_same():

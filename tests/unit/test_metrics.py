@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from skippy_mesh.api_flags import add_api_flags, aliases_of
-from skippy_mesh.client import EngineClient, ReportQueue
+from skippy_mesh.client import Deliver, EngineClient, ReportQueue
 from skippy_mesh.config import METRICS_ALIASES
 from skippy_mesh.errors import UsageError
 from skippy_mesh.exposition import Histogram, exposition, geometric
@@ -32,6 +32,7 @@ from skippy_mesh.mesh_facts import StageSight
 from skippy_mesh.messages import Request, StepReport, TokenEvent
 from skippy_mesh.request_totals import BETWEEN_TOKENS_S, FIRST_TOKEN_S, PHASES_S
 from skippy_mesh.scheduler.memory import Capacity
+from skippy_mesh.times import RequestNews
 from stages.fake import FakeGrammars, FakeTokenizer
 from tests.engines import BOUNDS, places_of
 from tests.telemetry import (
@@ -148,8 +149,9 @@ class Scripted:
     def submit(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
 
-    def reports(self) -> Iterator[StepReport]:
-        yield from self.queue
+    def follow(self, deliver: Deliver) -> None:
+        for report in self.queue:
+            deliver(report)
 
     def close(self) -> None:
         self.queue.close()
@@ -162,25 +164,29 @@ class Told:
         self.clock = Clock()
         self.telemetry = telemetry_of(aliases=METRICS_ALIASES, **options)
         self.engine = Scripted()
+        self.counted: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.client = EngineClient(
             self.engine,
             max_model_len=4096,
             on_report=self.telemetry.observe,
-            on_requests=self.telemetry.observe_requests,
+            on_requests=self._observe_requests,
             clock=self.clock,
         )
-        self.events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
 
     def submit(self, name: str, num_prompt: int = 5) -> Any:
         request = Request(request_id=name, token_ids=(1,) * num_prompt, max_tokens=9)
-        return self.client.submit(request, self.events.put)
+        return self.client.submit(request, lambda event: None)
 
     def say(self, after_s: float, *events: TokenEvent, admitted: tuple[str, ...] = ()) -> None:
-        """All ``events`` in one report, ``after_s`` after the one before."""
+        """All ``events`` in one report, ``after_s`` after the one before. Returns when they are
+        counted."""
         self.clock.now_s += after_s
         self.engine.queue.put(StepReport(events, record(step_s=STEP_S), admitted=admitted))
-        for _ in events:
-            self.events.get(timeout=HAPPENS_WITHIN_S)
+        self.counted.get(timeout=HAPPENS_WITHIN_S)
+
+    def _observe_requests(self, news: RequestNews) -> None:
+        self.telemetry.observe_requests(news)
+        self.counted.put(None)
 
     def page(self) -> Seen:
         return seen(self.telemetry)

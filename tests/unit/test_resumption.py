@@ -84,6 +84,10 @@ class MortalHead:
     def close(self):
         self.engine.close()
 
+    def follow(self, deliver):
+        for report in self.reports():
+            deliver(report)
+
     def reports(self):
         engine = self.engine
         while not (engine._is_closing and not engine.scheduler.has_work):

@@ -147,7 +147,7 @@ def test_no_step_is_longer_than_the_limit_or_than_the_pace_allows():
     chunks = [
         sum(part.num_rows for part in plan.parts if part.num_rows > 1)
         for plan in run.plans
-        if plan.num_decode
+        if plan.count().decode
     ]
     assert max(chunks) == 5
     run.assert_answers()
@@ -183,7 +183,7 @@ def test_the_share_of_a_batch_caps_decodes_and_not_prompts():
     run.step()
     run.ask(request("p", 200, 2))
     run.step()
-    assert max(plan.num_rows - plan.num_decode for plan in run.plans) >= 32
+    assert max(plan.num_rows - plan.count().decode for plan in run.plans) >= 32
 
 
 def test_chunks_of_one_prompt_follow_each_other_without_waiting():
@@ -309,8 +309,8 @@ def test_a_victim_keeps_its_tokens_and_is_computed_again_without_sampling(small_
     run.ask(request("a", 10, 30), request("b", 10, 30))
     run.finish()
     run.assert_answers()
-    again = sum(plan.num_recompute for plan in run.plans)
-    again_output = sum(plan.num_recompute_output for plan in run.plans)
+    again = sum(plan.count().recompute for plan in run.plans)
+    again_output = sum(plan.count().recompute_output for plan in run.plans)
     assert again - again_output == 10 * sum(plan.num_preempted for plan in run.plans)
     assert again_output
     sampled = sum(part.samples for plan in run.plans for part in plan.parts)
@@ -616,7 +616,7 @@ def test_only_steps_without_a_prompts_end_teach_the_pace(monkeypatch):
     while run.scheduler.has_work:
         plan = run.send()
         run.answer()
-        run.scheduler.observe(plan, step_s=0.1, now_s=0.0)
+        run.scheduler.observe(plan, plan.count(), step_s=0.1, now_s=0.0)
     learnt = [(step["num_prefill"], step["num_decode"]) for step in seen if any(step.values())]
     assert learnt[0] == (16, 0)
     assert (4, 0) not in learnt

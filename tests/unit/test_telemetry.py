@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from coordinator.ceiling import ceiling
-from skippy_mesh.client import EngineClient, ReportQueue
+from skippy_mesh.client import Deliver, EngineClient, ReportQueue
 from skippy_mesh.config import StepRules
 from skippy_mesh.engine import Engine, EnginePlan
 from skippy_mesh.errors import UsageError
@@ -237,11 +237,29 @@ def test_a_full_disk_ends_the_log_and_nothing_else(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             telemetry.observe(step())
+        telemetry.close()
     assert [entry.getMessage() for entry in caplog.records] == [
         "the step log /dev/full ends here, serving goes on: No space left on device"
     ]
     assert seen(telemetry)("steps_total") == 3
+
+
+def test_a_disk_that_hangs_holds_up_nobody_but_the_log(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    log = StepLog(tmp_path / "pipe")
+    telemetry = telemetry_of(step_log=log)
+    for number in range(1000):  # a pipe takes 64 KiB: 150 lines
+        telemetry.observe(step(step_id=number))
+    assert seen(telemetry)("steps_total") == 1000
+    assert log._thread.is_alive()
+    os.set_blocking(reader, True)
+    data = b""
+    while data.count(b"\n") < 1000:
+        data += os.read(reader, 1 << 16)
+    assert [json.loads(line)["step_id"] for line in data.splitlines()] == list(range(1000))
     telemetry.close()
+    os.close(reader)
 
 
 class OneStage:
@@ -335,8 +353,9 @@ class Echo:
         self._is_lost = True
         self._reports.close()
 
-    def reports(self) -> Iterator[StepReport]:
-        yield from self._reports
+    def follow(self, deliver: Deliver) -> None:
+        for report in self._reports:
+            deliver(report)
         if self._is_lost:
             raise ConnectionError("the actor died")
 
@@ -442,6 +461,6 @@ def test_a_silent_stage_is_down_and_before_the_first_answer_none_is_known() -> N
 def test_a_log_that_is_there_is_gone_on_with(tmp_path: Path) -> None:
     for is_new, lines in ((True, 1), (False, 2), (True, 1)):
         log = StepLog(tmp_path / "steps", is_new=is_new)
-        log.write({"step": 1})
+        log.write(lambda: {"step": 1})
         log.close()
         assert len((tmp_path / "steps").read_text().splitlines()) == lines
