@@ -52,9 +52,11 @@ class Arrivals:
             self._loop.remove_reader(self._sock)
             self.ended.set_result(None)
             return
-        (stamp,) = (value for _, kind, value in ancillary if kind == _SO_TIMESTAMPNS)
-        seconds, nanoseconds = _TIMESPEC.unpack(stamp)
-        age_s = time.time() - (seconds + 1e-9 * nanoseconds)  # the stamp is of another clock
+        age_s = 0.0  # the first pieces may have come before the kernel began to stamp
+        for _, kind, stamp in ancillary:
+            if kind == _SO_TIMESTAMPNS:
+                seconds, nanoseconds = _TIMESPEC.unpack(stamp)
+                age_s = time.time() - (seconds + 1e-9 * nanoseconds)  # of another clock
         self._pieces.append((time.monotonic() - age_s, data))
 
     def stream(self) -> Stream:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from skippy_mesh.config import METRICS_ALIASES
 from skippy_mesh.errors import UsageError
+from skippy_mesh.logs import LEVELS, level_of
 
 if TYPE_CHECKING:
     from skippy_mesh.gateway.rules import ApiRules
@@ -49,6 +50,7 @@ def add_api_flags(parser: argparse.ArgumentParser) -> None:
     _add_template_flags(parser)
     _add_web_flags(parser)
     _add_metrics_flags(parser)
+    _add_log_flags(parser)
     for flag, kind, what in (
         ("--temp", float, "temperature"), ("--top-k", int, "top_k"), ("--top-p", float, "top_p"),
         ("--min-p", float, "min_p"), ("--repeat-penalty", float, "repetition_penalty"),
@@ -193,6 +195,16 @@ def limits_of(args: argparse.Namespace) -> Limits:
     )
 
 
+def _add_log_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-level", "-lv", "--uvicorn-log-level", type=level_of, default="info", metavar="LEVEL",
+        help=f"on stderr: {', '.join(LEVELS)} (%(default)s: a line for each request)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-prompts", action="store_true", help="with that line, what was asked and answered"
+    )
+
+
 def rules_of(args: argparse.Namespace, model: ModelFile) -> ApiRules:
     """:class:`UsageError` if a default is not what a request may have."""
     from skippy_mesh.gateway.parsing import BodyParser
@@ -220,6 +232,7 @@ def rules_of(args: argparse.Namespace, model: ModelFile) -> ApiRules:
         cors_origins=tuple(origin for origin in args.cors_origins.split(",") if origin),
         root_path=args.root_path,
         guards_metrics=args.metrics_auth,
+        logs_prompts=args.log_prompts,
     )
 
 

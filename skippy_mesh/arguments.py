@@ -40,6 +40,9 @@ _REFUSED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--context-shift",), "a request ends where its context does, nothing is dropped from it"),
     (("--rpc",), "stages run on the nodes of a Ray cluster: --address"),
     (("-ts", "--tensor-split"), "--cuts says who has which layers"),
+    (("-sm", "--split-mode"), "models are cut by layers: --stages K"),
+    (("-fitt", "--fit-target"), "--memory-fraction says how much of the free memory to take"),
+    (("--override-generation-config",), "defaults are --temp, --top-k, --top-p, --min-p, -n, .."),
     (("--embedding", "--embeddings"), "there is generation only"),
     (("--lora", "--lora-scaled", "--enable-lora", "--lora-modules"), "merge it into the model"),
     (("-mm", "--mmproj"), "there is text only"),
@@ -176,6 +179,12 @@ def _settle(args: argparse.Namespace) -> list[str]:
     facts = vars(args)
     if facts.get("model", "") is None:
         raise UsageError(f"the following arguments are required: MODEL (try {args.command} --help)")
+    batch_threads = facts.pop("threads_batch", None)
+    if batch_threads is not None and batch_threads != facts["threads"]:
+        raise UsageError(
+            f"-tb {batch_threads} and -t {facts['threads'] or 'absent'}: prompts and answers are "
+            f"computed by the same threads, give -t {batch_threads}"
+        )
     types = [facts.pop(name, None) for name in ("cache_type_k", "cache_type_v")]
     asked = {each for each in types if each is not None}
     if len(asked) > 1:

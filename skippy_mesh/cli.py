@@ -20,12 +20,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from skippy_mesh import __version__
+from skippy_mesh import __version__, logs
 from skippy_mesh.arguments import Parser, add_foreign_flags, parse
 from skippy_mesh.commands_doctor import add_doctor_flags, run_doctor
 from skippy_mesh.commands_plan import add_plan_flags, show_plan
 from skippy_mesh.commands_status import add_status_flags, show_status
 from skippy_mesh.commands_stop import add_stop_flags, run_stop
+from skippy_mesh.config import LOAD_MODES
 from skippy_mesh.errors import SkippyError, StageError, UsageError
 from skippy_mesh.planning import add_layout_flags, add_model_flag, planned
 from skippy_mesh.progress import byte_bar
@@ -106,6 +107,17 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-t", "--threads", type=int, metavar="N", help="per stage (its share of the cores)"
     )
+    parser.add_argument(
+        "-tb", "--threads-batch", type=int, metavar="N", help=argparse.SUPPRESS
+    )  # must be what -t says
+    parser.add_argument(
+        "-lm", "--load-mode", choices=LOAD_MODES, default="auto", metavar="MODE",
+        help=f"how weights are read: {', '.join(LOAD_MODES)} (%(default)s: mmap)",
+    )  # fmt: skip
+    for flag, mode in (("--mlock", "mlock"), ("--no-mmap", "none")):
+        parser.add_argument(
+            flag, dest="load_mode", action="store_const", const=mode, help=argparse.SUPPRESS
+        )
     parser.add_argument(
         "--address", metavar="RAY", help="Ray cluster to join (RAY_ADDRESS, else one of its own)"
     )
@@ -256,10 +268,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         parsed = parse(*_build_parser(), argv, os.environ)
         args, is_debug = parsed.args, parsed.args.debug
-        logging.basicConfig(
-            level=logging.DEBUG if is_debug else logging.WARNING,
-            format="%(levelname)s %(name)s: %(message)s",
-        )
+        if is_debug:
+            logging.getLogger().setLevel(logging.DEBUG)
+        logs.set_up("debug" if is_debug else getattr(args, "log_level", "warning"))
         for notice in parsed.notices:
             print(f"skippy-mesh: {notice}", file=sys.stderr)
         code: int = args.run(args)

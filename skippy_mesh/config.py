@@ -20,8 +20,10 @@ NUM_SPARE_LANES = 4  # a context keeps one for freed cells, up to three for rows
 MAX_RESIDENTS = 64  # of the ids there are, for cached prefixes
 _MAX_STATE_RESIDENTS = 8
 MAX_PAD = 4  # rows a profile may pad a step to
-KV_TYPES = ("q8_0", "bf16", "f16", "f32")
 _BYTES_PER_32_VALUES = {"q8_0": 34, "bf16": 64, "f16": 64, "f32": 128}
+KV_TYPES = tuple(_BYTES_PER_32_VALUES)
+LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
+"""How llama.cpp reads weights, by its own names; ``auto`` maps the file."""
 BYTES_PER_CELL = 48  # llama.cpp's own record of a cell: position, shift, 256 sequence bits
 _CELL_STEP = 256  # llama.cpp makes pools of multiples of it
 _SLACK = 8
@@ -66,7 +68,8 @@ class ContextConfig:
     micro-batch, which exactness on CPU needs.
     ``kv_type`` q8_0 and flash attention (always on) make a row's attention independent of its
     company; f16, every peer's default, does not. ``exact`` False leaves llama.cpp alone: faster for
-    some files, and a row's bits may then depend on the rows beside it.
+    some files, and a row's bits may then depend on the rows beside it. ``load_mode`` is how weights
+    are read.
     """
 
     num_cells: int = 4096
@@ -76,6 +79,7 @@ class ContextConfig:
     kv_type: str = "q8_0"
     num_threads: int = 1
     exact: bool = True
+    load_mode: str = "auto"
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_cells <= MAX_CELLS:

@@ -222,6 +222,7 @@ def stage_specs(args: argparse.Namespace, model: ModelFile, plan: Plan) -> list[
         kv_type=args.kv,
         exact=args.exact == "auto",
         num_threads=1 if args.threads is None else args.threads,
+        load_mode=args.load_mode,
     )
     specs = specs_of(
         source_of(args, model),

@@ -307,6 +307,7 @@ def _gateway_spec(
             "layout": layout_of(plan),
         },
         config=_shown(args),
+        log_level="debug" if args.debug else args.log_level,
     )
 
 

@@ -35,11 +35,10 @@ from skippy_mesh.messages import MAX_LANES, Copy, Remove
 from skippy_mesh.sizes import allocated_bytes, available_bytes
 from stages.batch import BatchBuffer, Floats, Rows, check_rows
 from stages.memory import LaneMemory
-from stages.native import address_of, ggml_base, last_error, tap_library
+from stages.native import GGML_KV_TYPES, address_of, ggml_base, last_error, tap_library
 from stages.profile import PLAIN, Padding, Profile, pad_plan
 from stages.weights import Weights
 
-_KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}  # enum ggml_type
 _FLASH_ATTENTION_ON = 1
 _LOOKED_UP = "embd"  # llama.cpp's name for what build_inp_embd() gives
 _NO_ROWS = np.empty((0, 0), np.float32)
@@ -233,7 +232,7 @@ class StageContext:
         params.n_threads = params.n_threads_batch = config.num_threads
         params.kv_unified = True
         params.flash_attn_type = _FLASH_ATTENTION_ON
-        params.type_k = params.type_v = _KV_TYPES[config.kv_type]
+        params.type_k = params.type_v = GGML_KV_TYPES[config.kv_type]
         params.no_perf = True
         if self._tap:
             params.cb_eval = ctypes.cast(

@@ -28,6 +28,9 @@ import llama_cpp
 
 from skippy_mesh.errors import RuntimeUnavailableError
 
+GGML_KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
+"""Those of enum ggml_type that a cache may have."""
+
 logger = logging.getLogger("llama.cpp")
 _recent_errors: deque[str] = deque(maxlen=5)
 _LEVELS = {

@@ -17,9 +17,7 @@ import numpy as np
 from skippy_mesh.config import ContextConfig
 from skippy_mesh.messages import StepBatch
 from stages.batch import Floats
-from stages.native import load_library
-
-_GGML_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
+from stages.native import GGML_KV_TYPES, load_library
 
 
 class Reference:
@@ -42,7 +40,7 @@ class Reference:
         params.swa_full = True
         params.n_threads = params.n_threads_batch = config.num_threads
         params.kv_unified, params.flash_attn_type = True, 1
-        params.type_k = params.type_v = _GGML_TYPES[config.kv_type]
+        params.type_k = params.type_v = GGML_KV_TYPES[config.kv_type]
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         assert self._context
         vocab = llama_cpp.llama_model_get_vocab(self._model)

@@ -113,7 +113,7 @@ class StageWorker:
             self._loading = Loading("slicing")
             path = cached_slice(part.model, spec.first_layer, spec.end_layer, self._note_bytes)
             self._loading = Loading("loading")
-            weights = self._weights = Weights(path, part.profile)
+            weights = self._weights = Weights(path, part.profile, spec.context.load_mode)
             proof.lend(weights)
             self._loading = Loading("testing")
             before = time.perf_counter()

@@ -38,6 +38,7 @@ from skippy_mesh.gateway.prompts import Prompt, Prompts
 from skippy_mesh.gateway.readiness import DRAINING, Readiness
 from skippy_mesh.gateway.refusals import Bounds
 from skippy_mesh.gateway.replies import Reply
+from skippy_mesh.gateway.request_log import RequestLog
 from skippy_mesh.gateway.rules import ApiRules
 from skippy_mesh.gateway.schemas import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from skippy_mesh.gateway.streaming import Answer, EventStream, unless_gone
@@ -103,6 +104,7 @@ class Generation:
         self._rules = rules
         self._read = read
         self._on_stall = on_stall
+        self._log = RequestLog(tokenizer, shows_text=rules.logs_prompts)
         self._open = OpenRequests()
         self._parser = BodyParser(defaults=rules.defaults, is_strict=rules.is_strict_field)
         chat_limit = {} if rules.max_chat_tokens is None else {"n_predict": rules.max_chat_tokens}
@@ -255,7 +257,11 @@ class Generation:
             in_all=timed_out(limits.request_timeout_s),
         )
         self._open.start(request_id, tokens)
-        return Answer(tokens, self._choices(job), times, num_samples=job.body.n)
+        return Answer(
+            tokens, self._choices(job), times,
+            num_samples=job.body.n, keeps_text=self._log.shows_text,
+            on_close=functools.partial(self._log.tell, request_id, requests),
+        )  # fmt: skip
 
     def _engine_requests(
         self, job: _Job, request_id: str, prompts: Sequence[Prompt], grammar: str

@@ -176,7 +176,7 @@ class Places:
             self._registering = None
         # Else it was set while this was on its way, and the next question tells it.
         self._term = term if ceiling == self._ceiling else None
-        logger.info("registered %d open requests, term %d", len(book), term)
+        logger.debug("registered %d open requests, term %d", len(book), term)
         if self._counted or self._started or self._ended:  # meanwhile
             self._tell_soon()
         return term

@@ -18,6 +18,7 @@ class ApiRules:
     ``knows_priority``: the scheduler looks at it. ``guards_metrics``: the page needs a key, too.
     ``chat_template`` stands for the model's own, ``tool_parser`` for the form of calls that the
     template leads to. Pages of ``cors_origins`` may ask; ``root_path`` is what a proxy takes off.
+    ``logs_prompts``: what is asked and answered may be in the log.
     """
 
     aliases: tuple[str, ...] = ()
@@ -34,6 +35,7 @@ class ApiRules:
     tool_parser: str | None = None
     cors_origins: tuple[str, ...] = ()
     root_path: str = ""
+    logs_prompts: bool = False
 
     def __post_init__(self) -> None:
         if self.max_n < 1:

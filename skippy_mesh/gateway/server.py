@@ -21,6 +21,7 @@ from typing import Protocol
 import uvicorn
 from fastapi import FastAPI
 
+from skippy_mesh import logs
 from skippy_mesh.client import EngineClient
 from skippy_mesh.config import METRICS_ALIASES
 from skippy_mesh.errors import SkippyError, UsageError
@@ -87,7 +88,7 @@ class GatewaySpec:
     ``counts_steps`` is false for an engine that keeps no step records. ``metrics_aliases`` are the
     sets of other servers' names on ``/metrics``. ``prefix_secret`` is made with the spec, so that a
     gateway that is started again keeps the namespaces. Told to end, it lets run for ``drain_s``
-    what runs.
+    what runs. Without a ``log_level`` its process logs as it does already.
     """
 
     host: str
@@ -106,6 +107,7 @@ class GatewaySpec:
     drain_s: float = 5.0
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
+    log_level: str | None = None
 
     @property
     def is_open(self) -> bool:
@@ -153,6 +155,8 @@ class GatewayServer:
         """Answer requests to ``mesh`` from now on; the URL. ``sock`` is listened on already, else
         the gateway opens its own. ``board`` is told what ``/metrics`` shows."""
         spec = self._spec
+        if spec.log_level is not None:
+            logs.set_up(spec.log_level)
         sock = sock or listen(spec.host, spec.port)
         self._mesh = mesh
         self._loaded: LoadedLike = mesh

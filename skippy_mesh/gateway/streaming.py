@@ -23,6 +23,7 @@ from skippy_mesh.gateway.schemas import StreamOptions
 from skippy_mesh.gateway.spent import Spent, timings
 from skippy_mesh.gateway.text import Choice
 from skippy_mesh.gateway.token_stream import Limits, TokenStream
+from skippy_mesh.messages import FinishReason
 from skippy_mesh.times import RequestTimes
 
 Result = TypeVar("Result")
@@ -32,7 +33,11 @@ _as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  #
 
 
 class Answer:
-    """What the engine says of one request, as text: ``num_samples`` choices of each prompt."""
+    """What the engine says of one request, as text: ``num_samples`` choices of each prompt.
+
+    ``on_close`` is called once, when nobody reads it any more. ``ends`` is then why each choice
+    ended, None if it was left before, and ``texts`` what was said if it ``keeps_text``.
+    """
 
     def __init__(
         self,
@@ -41,12 +46,18 @@ class Answer:
         times: Sequence[RequestTimes] = (),
         *,
         num_samples: int = 1,
+        keeps_text: bool = False,
+        on_close: Callable[[Answer], object] = lambda _: None,
     ):
         self._tokens = tokens
         self._choices = choices
-        self._num_samples = num_samples
+        self.num_samples = num_samples
         self.times = times
         self.num_open = len(choices)
+        self.ends: list[FinishReason | None] = [None] * len(choices)
+        self.texts = [""] * len(choices)
+        self._keeps_text = keeps_text
+        self._on_close: Callable[[Answer], object] | None = on_close
 
     async def next(self) -> tuple[int, Delta] | None:
         """Which choice gets more, and what; None after a :meth:`nudge`. May be cancelled at any
@@ -62,7 +73,10 @@ class Answer:
                     raise unavailable("stage_unavailable", event.error or "a stage is lost")
                 raise engine_failed()
             if (delta := self._choices[index].push(event)) is not None:
+                if self._keeps_text:
+                    self.texts[index] += delta.text
                 if delta.finish_reason is not None:
+                    self.ends[index] = delta.finish_reason
                     self.num_open -= 1
                     self._tokens.end(index, delta.finish_reason)
                 return index, delta
@@ -81,7 +95,7 @@ class Answer:
         spent = [choice.spent for choice in self._choices]
         return Spent(
             num_output=sum(each.num_output for each in spent),
-            num_cached=sum(each.num_cached for each in spent[:: self._num_samples]),
+            num_cached=sum(each.num_cached for each in spent[:: self.num_samples]),
             num_preemptions=sum(each.num_preemptions for each in spent),
             num_recomputed=sum(each.num_recomputed for each in spent),
         )
@@ -94,6 +108,9 @@ class Answer:
 
     def close(self) -> None:
         self._tokens.close()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close(self)
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

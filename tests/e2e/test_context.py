@@ -16,7 +16,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from skippy_mesh.config import NUM_SPARE_LANES, ContextConfig
+from skippy_mesh.config import LOAD_MODES, NUM_SPARE_LANES, ContextConfig
 from skippy_mesh.errors import (
     InvalidBatchError,
     ModelFileError,
@@ -29,6 +29,7 @@ from skippy_mesh.sizes import process_bytes
 from stages.batch import Rows
 from stages.context import StageContext
 from stages.profile import PLAIN
+from stages.weights import Weights
 from tests.models import make_llama
 from tests.reference import assert_same_bits
 
@@ -337,6 +338,18 @@ def test_a_closed_context_refuses_and_is_closed_once(model):
     for act in (context.close, context.clear, lambda: context.decode(rows(0, 0, 1))):
         with pytest.raises(AssertionError):
             act()
+
+
+@pytest.mark.parametrize("load_mode", LOAD_MODES)
+def test_however_weights_are_read_they_are_the_same(model, opened, load_mode):
+    expected = opened().decode(rows(0, 0, 20))
+    weights = Weights(model, PLAIN, load_mode)
+    context = StageContext(weights, CONFIG, is_last=True)
+    try:
+        assert_same_bits(context.decode(rows(0, 0, 20)), expected)
+    finally:
+        context.close()
+        weights.close()
 
 
 def test_a_thousand_steps_survive_the_garbage_collector(opened):
