@@ -40,9 +40,10 @@ class Coordinator:
         self, gateway: str, places: Sequence[OpenPlace], ceiling: int | None = None
     ) -> int:
         now_s = self._clock()
+        limits = self._limits
         if ceiling is not None:
-            lowered = min(ceiling, self._limits.ceiling)
-            self._admission.limits = replace(self._limits, ceiling=lowered)
+            limits = replace(limits, ceiling=min(ceiling, limits.ceiling))
+        self._admission.limits = limits
         for number in self._numbers.get(gateway, ()):
             self._admission.end((gateway, number), now_s)
         for place in places:

@@ -100,23 +100,24 @@ class Supervisor:
                 logger.error("the engine had %s, and no more are made", self._restarts)
                 break
             try:
-                if not self._load_head():
+                if not self._load_all():
                     break
-                plan, self.loaded = self._plan_of(read_infos(self._actors, self.loaded.infos))
+                plan, self.loaded = self._plan_of(read_infos(self._actors))
                 self._plan = replace(plan, first_epoch=self._next_epoch())
                 self._start_engine()
                 return True
             except (StageLostError, ray.exceptions.RayActorError) as error:
-                logger.warning("stage 0 was lost again: %s", first_line(error))
+                logger.warning("a stage was lost again: %s", first_line(error))
             except SkippyError as error:
                 logger.error("the engine cannot be had back: %s", error)
                 break
         ray.kill(self._head)
         return False
 
-    def _load_head(self) -> bool:
-        """Whether it is loaded; False if there is no need any more."""
-        revival = Revival([self._head])
+    def _load_all(self) -> bool:
+        """Whether every stage is loaded; False if there is no need any more. One may be loading for
+        an engine that is gone, and only then it knows what it has."""
+        revival = Revival(list(self._actors.values()))
         while not self._is_closing.is_set():
             if revival.poll(_POLL_S):
                 return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import codecs
 import json
-import logging
 import os
 import queue
 import secrets
@@ -268,9 +267,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         parsed = parse(*_build_parser(), argv, os.environ)
         args, is_debug = parsed.args, parsed.args.debug
+        logs.set_up(getattr(args, "log_level", "warning"))
         if is_debug:
-            logging.getLogger().setLevel(logging.DEBUG)
-        logs.set_up("debug" if is_debug else getattr(args, "log_level", "warning"))
+            logs.set_up_all()
         for notice in parsed.notices:
             print(f"skippy-mesh: {notice}", file=sys.stderr)
         code: int = args.run(args)

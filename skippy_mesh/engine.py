@@ -341,7 +341,7 @@ class Engine:
                 request_id=request.request_id,
                 finish_reason="error",
                 error=reason,
-                is_unavailable=self.problem is not None,
+                is_unavailable=True,  # the gateway let it in: this engine can do less than the last
             )
             self._report(StepReport((refusal,), state=self.scheduler.snapshot()))
 

@@ -24,3 +24,9 @@ def set_up(level: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
+
+
+def set_up_all() -> None:
+    """Whatever anybody has to say, other libraries and llama.cpp too."""
+    set_up("debug")
+    logging.getLogger().setLevel(logging.DEBUG)

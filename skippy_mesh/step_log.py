@@ -53,9 +53,12 @@ class StepLog:
         self._thread.join(_END_S)
 
     def _run(self) -> None:
-        while (make_line := self._lines.get()) is not None:
-            time.sleep(_BEHIND_S)
+        make_line = self._lines.get()
+        while make_line is not None:
+            if self._lines.empty():
+                time.sleep(_BEHIND_S)
             self._write(make_line())
+            make_line = self._lines.get()
         self._file.close()
 
     def _write(self, line: Mapping[str, object]) -> None:

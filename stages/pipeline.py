@@ -282,20 +282,22 @@ def read_pulses(actors: Mapping[int, Any]) -> dict[int, Pulse | Exception]:
     return {index: _pulse(ref) for index, ref in refs.items()}
 
 
-def read_infos(actors: Mapping[int, Any], before: Sequence[StageInfo]) -> list[StageInfo]:
-    """What each of ``actors`` says of itself; of one that is gone or not loaded just now, what it
-    said ``before``."""
+def read_infos(actors: Mapping[int, Any]) -> list[StageInfo]:
+    """What each of ``actors``, all of which are loaded, says of itself; :class:`StageLostError` for
+    one that does not."""
     refs = {index: actor.info.remote() for index, actor in actors.items()}
     ray.wait(list(refs.values()), num_returns=len(refs), timeout=_SILENCE_S)
-    return [_info(refs[index]) or info for index, info in enumerate(before)]
+    return [_info(index, ref) for index, ref in refs.items()]
 
 
-def _info(ref: Any) -> StageInfo | None:
+def _info(index: int, ref: Any) -> StageInfo:
     try:
         info: StageInfo | None = ray.get(ref, timeout=0)
-        return info
-    except (ray.exceptions.RayError, TimeoutError):
-        return None
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise StageLostError(f"stage {index} does not say what it has", index) from error
+    if info is None:
+        raise StageLostError(f"stage {index} is no longer loaded", index)
+    return info
 
 
 def _pulse(ref: Any) -> Pulse | Exception:

@@ -96,6 +96,8 @@ class Scheduler:
         self._num_turns += 1
         self._open[request.request_id] = sequence
         self.waiting.add(sequence)
+        if len(sequence.outputs) >= sequence.max_tokens:  # it comes from an engine with more memory
+            self._finish(sequence, "length")
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; False if it is not open. One that is in flight ends when

@@ -324,6 +324,14 @@ def test_a_mesh_that_runs_fewer_now_lets_in_fewer_and_a_restarted_coordinator_he
     asyncio.run(visit())
 
 
+def test_a_gateway_that_knows_of_no_other_ceiling_goes_by_the_plan():
+    """It was started again, and meanwhile the mesh has its memory back."""
+    coordinator = Coordinator(limits(4, 1))
+    for ceiling, said in ((2, "ceiling 2"), (None, "ceiling 4"), (9, "ceiling 4")):
+        coordinator.register("gateway_0", (), ceiling)
+        assert said in repr(coordinator)
+
+
 def test_a_ceiling_that_falls_while_the_book_is_handed_in_holds_at_the_next_question():
     async def visit():
         line = Line(limits(4, 0))

@@ -76,6 +76,9 @@ def test_a_level_is_for_our_own_loggers() -> None:
     try:
         logs.set_up("debug")
         assert (ours.level, root.level) == (logging.DEBUG, before[1])
+        logs.set_up_all()
+        assert (ours.level, root.level) == (logging.DEBUG, logging.DEBUG)
     finally:
+        root.setLevel(before[1])
         for package in ("skippy_mesh", "stages", "coordinator"):
             logging.getLogger(package).setLevel(before[0])

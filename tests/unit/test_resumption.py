@@ -59,7 +59,7 @@ class MortalHead:
             raise StageLostError("stage 0 is lost and is not started again", 0)
         self.num_lives += 1
         plan = EnginePlan(
-            capacity=Capacity(lanes=8, attention=512),
+            capacity=Capacity(lanes=8, attention=self.max_model_len()),
             rules=StepRules(max_rows=16),
             max_model_len=self.max_model_len(),
             max_in_flight=2,
@@ -152,6 +152,21 @@ def test_an_engine_over_less_memory_goes_on_and_what_no_longer_fits_ends_there()
         with pytest.raises(SkippyError, match="the context holds 50"):
             submit(client, request("next", 60, 5))
     assert all(report.loss is None for report in reports), "nobody has died"
+
+
+@pytest.mark.parametrize("num_outputs", range(26, 34))
+def test_who_has_outgrown_the_pool_ends_and_takes_nobody_along(num_outputs):
+    """Prompt and answer so far may be shorter than the pool, as long, or longer."""
+    head = MortalHead(contexts=(50,))
+    with client_of(head) as client:
+        grown, bystander = crowd(100, 5)
+        outputs = tuple(answer_alone(grown, num_outputs))
+        streams = [submit(client, replace(grown, outputs=outputs)), submit(client, bystander)]
+        (more, end), (tokens, _) = map(until_end, streams)
+        assert end.finish_reason == "length"
+        assert [*outputs, *more] == answer_alone(grown, max(num_outputs, 30))
+        assert tokens == answer_alone(bystander, 5)
+        assert head.engine.problem is None
 
 
 def test_an_engine_that_dies_before_it_could_be_asked_is_followed_by_the_next():

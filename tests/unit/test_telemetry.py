@@ -244,6 +244,15 @@ def test_a_full_disk_ends_the_log_and_nothing_else(caplog: pytest.LogCaptureFixt
     assert seen(telemetry)("steps_total") == 3
 
 
+def test_steps_that_are_quicker_than_the_log_waits_are_all_written(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "steps")
+    for number in range(20_000):
+        log.write(lambda number=number: {"step": number})  # type: ignore[misc]
+    log.close()
+    lines = (tmp_path / "steps").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(20_000))
+
+
 def test_a_disk_that_hangs_holds_up_nobody_but_the_log(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
