@@ -63,6 +63,7 @@ def flags(cluster, **changed):
         "ctx_size": CELLS, "cuts": None,
         "stages": None, "memory_fraction": None, "kv": "q8_0", "exact": "auto", "threads": None,
         "allow_unproven": False, "spread": False, "use_head": False, "prefix_cache": True,
+        "load_mode": "auto",
     }  # fmt: skip
     return Namespace(**(fields | changed))
 

@@ -23,7 +23,13 @@ from tests.models import make_llama
 from tests.processes import SKIPPY, environment, serving
 
 FLAGS = Namespace(
-    model="falcon.gguf", kv="q8_0", exact="off", threads=1, allow_unproven=False, prefix_cache=False
+    model="falcon.gguf",
+    kv="q8_0",
+    exact="off",
+    threads=1,
+    allow_unproven=False,
+    prefix_cache=False,
+    load_mode="auto",
 )
 RESERVED = {"reserved_ids": NUM_SPARE_LANES}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -90,6 +91,14 @@ def complete(client, prompt, **parameters):
     return reply.choices[0].text
 
 
+def trouble(server):
+    """What it said on stderr, but for the line of each request."""
+    lines = server.log.read_text().splitlines()
+    return [
+        line for line in lines if not re.match(r"INFO skippy_mesh\.gateway\.\S+: request", line)
+    ]
+
+
 def stages_in(started):
     return [process for process in started if process.command.startswith("ray::Stage")]
 
@@ -122,7 +131,7 @@ def test_a_new_mesh_takes_the_port_and_gives_the_same_bytes_until_sigterm(crash,
         assert [chunk.choices[0].finish_reason for chunk in received][-1] == "abort"
         assert server.process.wait(GONE_WITHIN_S) == 0
     assert still_alive(started, within_s=GONE_WITHIN_S) == []
-    assert server.log.read_text() == ""
+    assert trouble(server) == []
 
 
 def test_the_ready_line_names_the_real_url_and_the_stages(server):
@@ -292,8 +301,8 @@ def test_a_prompt_that_can_never_fit_is_refused_before_any_output(client, stream
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
 
 
-def test_a_server_without_trouble_says_nothing_on_stderr(server):
-    assert server.log.read_text() == ""
+def test_a_server_without_trouble_says_nothing_but_who_was_served(server):
+    assert trouble(server) == []
 
 
 def test_one_stage_serves_the_same_bytes_without_ray(client, env, ray_dir, log):
@@ -313,7 +322,7 @@ def test_one_stage_serves_the_same_bytes_without_ray(client, env, ray_dir, log):
             single.process.send_signal(signal.SIGINT)
         assert [chunk.choices[0].finish_reason for chunk in received][-1] == "abort"
         assert single.process.wait(GONE_WITHIN_S) == 0
-    assert single.log.read_text() == ""
+    assert trouble(single) == []
 
 
 def test_a_dead_stage_is_a_pause_and_the_server_still_ends(server, client):

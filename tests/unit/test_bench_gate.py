@@ -66,7 +66,10 @@ def outcomes(entry: dict[str, Any]) -> dict[str, str]:
 
 
 def test_an_engine_that_serves_many_at_once_passes(tmp_path: Path) -> None:
-    rows, entry = played(tmp_path, SETTINGS, service_s=OLD_S / 3)
+    for attempt in range(4):  # what a busy machine leaves undecided is played again
+        rows, entry = played(tmp_path / str(attempt), SETTINGS, service_s=OLD_S / 3)
+        if entry["verdict"] != "undecided":
+            break
     assert entry["verdict"] == "pass", entry["checks"]
     assert len(rows) == num_rows(CURVE, SETTINGS) == 7
     crowd = [row for row in rows if row.get("clients") == 8]
