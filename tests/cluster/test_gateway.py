@@ -37,7 +37,7 @@ from stages.worker import StageWorker
 from tests.processes import tree
 
 pytestmark = pytest.mark.usefixtures("cluster")
-HAPPENS_WITHIN_S = 60  # a second or two in truth
+HAPPENS_WITHIN_S = 120  # seconds in truth, but a stage may have to be loaded again
 CONTEXT = ContextConfig(num_cells=2048, num_lanes=8, num_threads=1)
 names = (f"gate{number}" for number in itertools.count())
 
