@@ -267,9 +267,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         parsed = parse(*_build_parser(), argv, os.environ)
         args, is_debug = parsed.args, parsed.args.debug
-        logs.set_up(getattr(args, "log_level", "warning"))
         if is_debug:
             logs.set_up_all()
+        else:
+            logs.set_up(getattr(args, "log_level", "warning"))
         for notice in parsed.notices:
             print(f"skippy-mesh: {notice}", file=sys.stderr)
         code: int = args.run(args)

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -415,11 +415,12 @@ class EngineClient:
         return receiver
 
 
-def _pass_on(taken: Iterable[tuple[_Receiver | None, TokenEvent]]) -> None:
+def _pass_on(taken: Sequence[tuple[_Receiver | None, TokenEvent]]) -> None:
     for receiver, event in taken:
         if receiver is not None:
             receiver.pass_on(event)
-    time.sleep(_YIELD_S)
+    if taken:
+        time.sleep(_YIELD_S)
 
 
 def _show(observer: Callable[[Shown], None] | None, shown: Shown) -> None:

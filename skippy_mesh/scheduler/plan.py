@@ -77,10 +77,6 @@ class Plan:
     num_preempted: int = 0
 
     @property
-    def num_rows(self) -> int:
-        return sum(part.num_rows for part in self.parts)
-
-    @property
     def num_admitted(self) -> int:
         return len(self.admitted)
 

@@ -125,7 +125,7 @@ def test_what_is_so_anyway_is_one_notice_and_leaves_no_trace():
         ("-fa", "off"), ("--tensor-parallel-size", "2"), ("--embedding",), ("--lora", "a"),
         ("--mmproj", "b"), ("-md", "c"), ("--draft-max", "4"), ("-b", "2048"), ("-ngl", "99"),
         ("-ctk", "q8_0", "-ctv", "f16"), ("--kv-cache-dtype", "fp8"),
-        ("--distributed-executor-backend", "mp"), ("-tb", "3"), ("-t", "2", "-tb", "3"),
+        ("--distributed-executor-backend", "mp"), ("-tb", "3"), ("-tb", "3", "-t", "2"),
         ("--load-mode", "tape"), ("--log-level", "chatty"), ("-lv", "9"), ("-sm", "row"),
         ("--fit-target", "512"), ("--override-generation-config", "{}"),
     ],
@@ -134,4 +134,4 @@ def test_what_is_not_offered_is_refused_with_its_name(argv, capsys):
     assert main(["serve", "demo", *argv]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
-    assert any(flag.partition("=")[0] in said.err for flag in argv if flag.startswith("-"))
+    assert argv[0].partition("=")[0] in said.err

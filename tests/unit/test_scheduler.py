@@ -143,7 +143,7 @@ def test_no_step_is_longer_than_the_limit_or_than_the_pace_allows():
     run = Run(cells=2000, max_rows=32, prefill_rows=5)
     run.ask(*(request(f"r{n}", 10 + 13 * n, 9) for n in range(12)))
     run.finish()
-    assert max(plan.num_rows for plan in run.plans) == 32
+    assert max(plan.count().rows for plan in run.plans) == 32
     chunks = [
         sum(part.num_rows for part in plan.parts if part.num_rows > 1)
         for plan in run.plans
@@ -183,7 +183,7 @@ def test_the_share_of_a_batch_caps_decodes_and_not_prompts():
     run.step()
     run.ask(request("p", 200, 2))
     run.step()
-    assert max(plan.num_rows - plan.count().decode for plan in run.plans) >= 32
+    assert max(plan.count().rows - plan.count().decode for plan in run.plans) >= 32
 
 
 def test_chunks_of_one_prompt_follow_each_other_without_waiting():
@@ -205,7 +205,7 @@ def test_no_chunk_of_a_pipelined_prompt_is_too_small_for_a_step(num_tokens, chun
     run = Run(cells=512, max_rows=512, in_flight=2)
     run.ask(request("p", num_tokens, 1))
     run.finish()
-    assert [plan.num_rows for plan in run.plans if plan.parts] == chunks
+    assert [plan.count().rows for plan in run.plans if plan.parts] == chunks
 
 
 def test_a_step_runs_lanes_in_order():
@@ -641,12 +641,12 @@ def test_where_stages_take_turns_a_lone_prompt_is_shared_out_among_them(in_fligh
     )  # fmt: skip
     run.ask(request("a", 128, 1))
     run.finish()
-    assert [plan.num_rows for plan in run.plans if plan.parts] == sizes
+    assert [plan.count().rows for plan in run.plans if plan.parts] == sizes
 
 
 def test_a_batch_holds_no_more_of_the_prompts_than_its_share():
     run = Run(cells=8192, max_rows=512, in_flight=2)
     run.ask(request("a", 600, 1), request("b", 424, 1))
-    assert [run.send().num_rows, run.send().num_rows] == [256, 192]
+    assert [run.send().count().rows, run.send().count().rows] == [256, 192]
     run.finish()
     run.assert_answers()
